@@ -17,7 +17,7 @@ class GenerationError(RuntimeError):
 
 
 class PromptTooLongError(GenerationError):
-    """The server has no room for this prompt and an answer. No fault of the servers: other prompts are answered."""
+    """The server has no room for this prompt and an answer. The servers are healthy and answer other prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class ClientStats:
     requests: int = 0
     """Completions requested; retries of a completion do not count."""
     retries: int = 0
-    """Completions requested again, since an attempt failed in transport or ran out of time: all those of the attempt."""
+    """Completions requested again after an attempt failed in transport or ran out of time. All completions of the failed
+    attempt count."""
     idle_s: float = 0.0
     """Seconds in which no sample was at the servers, from the first sample on."""
 
@@ -41,17 +42,17 @@ class ClientStats:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Requests that continue one another. They go to one server as long as it is there, for its prefix cache."""
+    """Requests that continue one another. They go to the same server while it is up, to use its prefix cache."""
 
     server: object = None
-    """The client's own note."""
+    """Set and read by the client alone."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while a request waits for a place, for the end of a drain, or for a server that is started again."""
+    """Entered while a request waits for a place, for the end of a drain, or for a server that restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownExperts:
-    """To which experts a server has sent the first tokens of a prompt is known from an earlier request."""
+    """The experts of a prompt's first tokens are known from an earlier request."""
 
     before: int
     """The number of these tokens."""
@@ -82,12 +83,12 @@ class GenerationClient(Protocol):
         """Independent responses to one prompt, one per seed, in the order of the seeds. The stop token that
         ended a response is part of it.
 
-        known_experts: input tokens whose experts are of no use, where the client asks for experts, where the weights that
-        chose them sample the whole response. None: the experts of all are.
+        known_experts: if the client requests experts, the answer may omit those of these input tokens, as long as the weights
+        that chose them sample the whole response. None: the answer has the experts of all input tokens.
 
-        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary or, where the client's
-        sampler is truncated, over each token's kept ids, which come with it. A seed fixes its
-        sample on engines that run deterministically; other engines ignore it.
+        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. If the client's sampler is
+        truncated, they are over each token's kept ids, which the completion then has. A seed fixes its sample on engines
+        that run deterministically; other engines ignore it.
 
         Raises:
             PromptTooLongError: the server has no room for the prompt.
@@ -96,18 +97,17 @@ class GenerationClient(Protocol):
         ...
 
     def with_own_places(self) -> "GenerationClient":
-        """A client of the same engine for samples that are not trained on: they wait for none of this one's, have no
-        experts, and come from the full distribution. It has stats of its own."""
+        """A client of the same engine for samples that are not trained on. They do not queue behind this client's samples,
+        have no experts, and come from the full distribution. The new client counts its own stats."""
         ...
 
     async def see_version(self, newest: int) -> None:
-        """The engine's weights are of version ``newest`` now. Servers that were lost are used again if they have
-        it."""
+        """The engine's weights now have version ``newest``. Lost servers are used again once they have it."""
         ...
 
     async def drain(self, within_s: float) -> None:
-        """Return when no sample is at the engine, or after ``within_s`` seconds. Until ``reopen``, further samples
-        wait here."""
+        """Return when no sample is at the engine, or after ``within_s`` seconds. Further samples wait in the client until
+        ``reopen``."""
         ...
 
     def reopen(self) -> None: ...

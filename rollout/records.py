@@ -1,5 +1,5 @@
-"""The records that sampling produces, all frozen. What a response has per token is in numpy arrays, from the server's
-answer to the learner's tensors: a step may have millions of tokens."""
+"""The records that sampling produces, all frozen. Values per token stay in numpy arrays from the server's answer to
+the learner's tensors, since a step may have millions of tokens."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,25 +12,25 @@ import numpy as np
 TOKEN_IDS, LOGPROBS, VERSIONS, MASK, COUNTS = np.int32, np.float32, np.int32, np.bool_, np.int32
 """Types of the arrays. SGLang's log-probs are float32 numbers, which JSON writes in full."""
 EXPERTS = (np.uint8, np.int16)
-"""Types of experts' ids: the smaller one that has room for a model's."""
+"""Types of experts' ids: the smaller one that fits the model's number of experts."""
 
 
 Message = Mapping[str, Any]
-"""Of a conversation: ``role``, ``content``, and what else a chat template reads."""
+"""One message of a conversation: ``role``, ``content``, and other keys that a chat template reads."""
 Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WithTools:
-    """A prompt of which the chat template renders tools too."""
+    """A prompt whose chat template also renders tools."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...]
-    """Their JSON schemas, of the record."""
+    """Their JSON schemas, from the record."""
 
 
 DataPrompt = str | Messages | WithTools
-"""A prompt of a data file. A text is the user's message where there is a chat template."""
+"""A prompt of a data file. A text becomes the user's message if there is a chat template."""
 
 
 def messages_of(prompt: DataPrompt) -> Messages:
@@ -51,9 +51,9 @@ class Status(StrEnum):
 
     OK = "ok"
     REWARD_FAILED = "reward_failed"
-    """The reward function raised or ran out of time. The sample is not scored, and counted in the metrics."""
+    """The reward function raised or ran out of time. The sample has no score; the metrics count it."""
     TOKEN_LIMIT = "token_limit"
-    """The environment asked for more tokens than a sequence may have, or the servers have no room for a prompt."""
+    """The environment asked for more tokens than a sequence may have, or a prompt did not fit into the servers."""
     TURN_LIMIT = "turn_limit"
     """The environment asked for more turns than an episode may have."""
     TIME_LIMIT = "time_limit"
@@ -73,15 +73,15 @@ class Prompt:
     task: str
     reference: str
     messages: Messages | None = None
-    """The conversation of the data, where it is more than a message of the user."""
+    """The conversation in the data, if it is more than one user message."""
     row: Mapping[str, Any] | None = None
-    """The whole record of the data file, where the reward function may read it."""
+    """The whole record of the data file, if the reward function may read it."""
     place: str | None = None
     """File and line or row, for messages."""
 
 
 class _WithArrays:
-    """Equal where all fields are. (A dataclass' own comparison asks an array for one truth.)"""
+    """Equal if all fields are equal. (A dataclass' own comparison fails on arrays, which have no single truth value.)"""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -99,24 +99,24 @@ class Completion(_WithArrays):
     token_ids: np.ndarray
     """int32 [n]"""
     rollout_logprobs: np.ndarray
-    """float32 [n]: natural logs of softmax(logits / temperature), over the full vocabulary or, where the sampler truncated
-    it, over the token's kept ids."""
+    """float32 [n]: natural logs of softmax(logits / temperature), over the full vocabulary, or over the token's kept ids if
+    the sampler truncated it."""
     token_versions: np.ndarray
     """int32 [n]: weight version that sampled each token."""
     finish_reason: FinishReason
     prompt_digest: int
-    """``digest`` of the tokens in the request that was sampled from."""
+    """``digest`` of the tokens in the request."""
     cached_tokens: int = 0
     """Tokens of the prompt that the server had in its prefix cache."""
     num_retractions: int = 0
-    """How often the server interrupted the response, and then computed prompt and response so far anew: for new
-    weights, or for lack of memory."""
+    """How often the server interrupted the response, for new weights or for lack of memory. It then recomputed the prompt
+    and the response so far."""
     experts: np.ndarray | None = None
-    """uint8 or int16 [rows, L, K], where asked for: the experts of the last input tokens, in the L layers that have
-    experts. Row -1 is that of the token before the last one. After a retraction they are those of the last computation,
+    """uint8 or int16 [rows, L, K], if requested: the experts of the last input tokens, in the L layers that have
+    experts. Row -1 belongs to the token before the last one. After a retraction they come from the last computation,
     by the weights that sampled the last token."""
     num_kept: np.ndarray | None = None
-    """int32 [n], where the sampler truncated: how many ids it kept for each token, the sampled one among them."""
+    """int32 [n], if the sampler truncated: how many ids it kept for each token, including the sampled one."""
     kept_ids: np.ndarray | None = None
     """int32: these ids, token after token. None with ``num_kept``."""
 
@@ -130,15 +130,15 @@ class Score:
     correct: bool = False
     """Whether the response counts as right in an evaluation. ``Scorer`` sets it; single rewards do not."""
     error: str | None = None
-    """Why scoring failed. The sample is not scored then, whatever ``value`` is."""
+    """Why scoring failed. The sample then counts as not scored, and ``value`` is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One request to the servers, and the place of its answer in a trajectory."""
+    """One request to the servers, and the position of its answer in a trajectory."""
 
     start: int
-    """Place of the first sampled token. What is before it was the prompt of this turn."""
+    """Position of the first sampled token. All tokens before it were the prompt of this turn."""
     end: int
     prompt_digest: int
     """``digest`` of the tokens that the request carried."""
@@ -150,7 +150,7 @@ class Turn:
     cached_tokens: int = 0
     """Tokens of the prompt that the server had in its prefix cache."""
     reward: float | None = None
-    """The part of the sample's reward that this turn has earned. None: none of its own."""
+    """The part of the sample's reward that this turn earned. None: the turn has no reward of its own."""
 
 
 def field_of(record: Mapping[str, Any], field: str) -> Any:
@@ -164,7 +164,7 @@ def field_of(record: Mapping[str, Any], field: str) -> Any:
 
 
 def source_name(value: object) -> str:
-    """The value of a field that names the source of its record. Raises ValueError for what is no name."""
+    """The value of a field that names the source of its record. Raises ValueError if it cannot be a name."""
     if not isinstance(value, str | int | float):  # bool is an int
         kind = "null" if value is None else f"a {type(value).__name__}"
         raise ValueError(f"is {kind}; write the name of the record's source there")
@@ -174,7 +174,7 @@ def source_name(value: object) -> str:
 def source_of(
     record: Mapping[str, Any] | None, field: str, name_of: Callable[[object], str] = source_name
 ) -> str:
-    """The name of a record's source, which ``name_of`` makes of the value of ``field``. Raises ValueError."""
+    """The name of a record's source: ``name_of`` of the value of ``field``. Raises ValueError."""
     try:
         return name_of(field_of(record or {}, field))
     except LookupError:
@@ -196,8 +196,8 @@ def seed_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory(_WithArrays):
-    """A sequence of tokens that the policy continued, and the score of its sample. Arrays are aligned with ``token_ids``, with 0 on tokens
-    that the policy did not sample."""
+    """A sequence of tokens that the policy continued, and the score of its sample. Arrays are aligned with ``token_ids``
+    and are 0 on tokens that the policy did not sample."""
 
     group_id: int
     sibling_id: int
@@ -213,23 +213,23 @@ class Trajectory(_WithArrays):
     turns: list[Turn]
     """In order. A single-turn sample has one."""
     reward: float | None
-    """Reward of the whole sample, what its turns have earned included; the learner puts it on the last response token
-    (with ``credit: turn``, what turns have not earned). None: not scored, so it is not trained on, and its group's
-    baseline is without it."""
+    """Reward of the whole sample, including what its turns earned. The learner puts it on the last response token (with
+    ``credit: turn`` only the part that no turn earned). None: not scored; the learner does not train on the sample and
+    leaves it out of its group's baseline."""
     reward_parts: dict[str, float]
     status: Status = Status.OK
     experts: np.ndarray | None = None
-    """uint8 or int16 [n, L, K]: the experts of each token as an input, in the L layers that have experts. Zeros where
-    they are not known. None: of no token."""
+    """uint8 or int16 [n, L, K]: the experts of each token as an input, in the L layers that have experts. Zeros for
+    tokens whose experts are unknown. None: no token's experts are known."""
     is_replayed: np.ndarray | None = None
     """bool [n]: the tokens whose experts are known. None with ``experts``."""
     num_kept: np.ndarray | None = None
-    """int32 [n]: ids that the sampler had kept for each token; 0 on tokens that the policy did not sample. None: it
-    truncated nothing."""
+    """int32 [n]: number of ids that the sampler kept for each token; 0 on tokens that the policy did not sample. None:
+    the sampler did not truncate."""
     kept_ids: np.ndarray | None = None
     """int32: these ids, token after token. None with ``num_kept``."""
     branch: int = 0
-    """Of an episode that forked: its sequences are numbered from 0. All of them have its reward."""
+    """Number of this sequence in an episode that forked, from 0. All sequences of an episode have its reward."""
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -243,8 +243,8 @@ class Rewarded(Protocol):
 
 
 def different_rewards(siblings: Iterable[Rewarded]) -> set[float]:
-    """The rewards of those that were scored, in the learner's float32: sums of the same parts may differ in the digits beyond,
-    which its advantages do not see."""
+    """The rewards of the scored siblings, in the learner's float32. Sums of the same parts may differ beyond float32, which
+    the learner's advantages do not see."""
     return {float(np.float32(s.reward)) for s in siblings if s.reward is not None}
 
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of a command, and the checks of folders and pages that it is to write."""
+"""Wrong arguments of a command, and checks of the folders and pages that it will write."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class BadInput(Exception):
 
 @contextmanager
 def as_bad_input(about: str = "") -> Iterator[None]:
-    """Inside, a ValueError becomes BadInput, with ``about`` before its message."""
+    """While entered, a ValueError becomes BadInput, with ``about`` before its message."""
     try:
         yield
     except ValueError as error:

@@ -38,7 +38,7 @@ class Meeting:
     """The place where the nodes of one check find each other."""
 
     folder: Path
-    """A new folder of this check alone, on the file system of the run folders."""
+    """A new folder for this check only, on the file system of the run folders."""
     node: int
     num_nodes: int
     timeout_s: float
@@ -129,7 +129,7 @@ def _check_clocks(cards: dict[int, dict]) -> Finding:
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[int]:
-    """Inside, every connection to a port, which is yielded, is answered with its number."""
+    """Yields a port. While entered, every connection to it is answered with the port's number."""
 
     class Answer(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -163,11 +163,11 @@ def _connect(card: dict, timeout_s: float) -> str | None:
         return f"{where} cannot be reached: {error}"
     if answer == str(card["port"]):
         return None
-    return f"{where} is answered by something else, which says {answer!r}"
+    return f"{where} is answered by another program, which says {answer!r}"
 
 
 def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[Finding]:
-    """One all-reduce with gloo, and one with NCCL where there are GPUs, each with a deadline of its own."""
+    """One all-reduce with gloo and, if there are GPUs, one with NCCL, each with its own deadline."""
     os.environ.update(role_environment(nodes))
     import torch
 

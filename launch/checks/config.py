@@ -67,9 +67,9 @@ def load_checked(
 ) -> Config:
     """The config, after every check that is possible before a process is started.
 
-    runs: the roles to start, whose devices and memory are checked too; empty where the caller checks them.
-    gpu_memory: GiB of each GPU, for a run planned for other machines; this machine's devices then do not
-    count. in_job: for a run on a Slurm job's nodes, whose GPUs and ports are not this machine's either.
+    runs: the roles to start; their devices and memory are checked too. Empty if the caller checks them.
+    gpu_memory: GiB of each GPU, for a run planned for other machines; this machine's devices are then ignored.
+    in_job: the run is for a Slurm job's nodes; this machine's GPUs and ports are then ignored too.
     instead_of_nodes: for a command that starts every process on this machine: the fix for a config with
     ``launch.nodes``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
@@ -88,7 +88,7 @@ def load_checked(
 
     def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
-            yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
+            yield "launch.nodes", f"one machine cannot run a config with launch.nodes; {instead_of_nodes}"
         model_errors = [*size_errors, *check_models(config, trains="learn" in runs or "sft-rank" in runs)]
         yield from model_errors
         yield from input_findings(config, notes)
@@ -118,7 +118,7 @@ def load_checked(
 
 
 def check_services(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
-    """Packages of what the learner copies its metrics to."""
+    """Checks the packages of the services to which the learner copies its metrics."""
     for service in services_of(config) if "learn" in runs else ():
         if problem := missing_package(service):
             yield f"tracking.{service}", f"tracking.{service} {problem}, or leave it out"
@@ -129,7 +129,7 @@ def check_services(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
 
 
 def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: list[str]) -> ParsedConfig:
-    """``parsed`` with ``launch.placement=colocated`` where this machine has too few GPUs for a separate one."""
+    """``parsed``, with ``launch.placement=colocated`` if this machine has too few GPUs for separate placement."""
     if not isinstance(config, RunConfig) or config.launch.placement != "auto" or config.rollout.max_staleness:
         return parsed
     available = gpus_here()
@@ -137,7 +137,7 @@ def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: 
     if not 0 < available < needed:
         return parsed
     notes.append(
-        f"launch.placement=colocated: learner and servers take turns on the same GPUs, as GPUs of their own would be {needed} and "
+        f"launch.placement=colocated: learner and servers take turns on the same GPUs, since separate ones would need {needed} and "
         f"{available} {'is' if available == 1 else 'are'} visible"
     )
     return parsed.with_overrides(["launch.placement=colocated"])
@@ -146,7 +146,7 @@ def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: 
 def _with_data_parallel_size(
     config: RunConfig | SftConfig, parsed: ParsedConfig
 ) -> tuple[ParsedConfig, list[Finding]]:
-    """(``parsed`` with a number in place of ``layout.dp=auto``, errors). With errors ``parsed`` is unchanged."""
+    """(``parsed`` with a number instead of ``layout.dp=auto``, errors). With errors ``parsed`` is unchanged."""
     if config.layout.dp != "auto":
         return parsed, []
     nodes = config.launch.nodes if isinstance(config, RunConfig) else None
@@ -158,7 +158,7 @@ def _with_data_parallel_size(
 
 
 def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> int:
-    """GPUs of the learner; 0 where everything runs on CPU."""
+    """GPUs of the learner; 0 if everything runs on CPU."""
     if nodes is not None:
         return nodes.learner * nodes.gpus_per_node
     available, size = gpus_here(), config.layout.smallest().world_size
@@ -233,8 +233,8 @@ def _problem_of_source(config: RunConfig, source: str | None) -> "Problem | None
 
 
 def _first_problem(task: TaskConfig, of: tuple[str, str] | None = None) -> "Problem | None":
-    """A problem to try a reward on, one of a source (``first_problem``); None where the task's file is missing or broken,
-    which is reported elsewhere, or has none."""
+    """A problem to try a reward on, one of a source (``first_problem``). None if the task's file has none, or is missing or
+    broken, which another check reports."""
     from rollout.tasks import first_problem
 
     try:
@@ -249,7 +249,7 @@ def _first_row(task: TaskConfig) -> "Mapping[str, Any] | None":
 
 
 def _print_comment(text: str) -> None:
-    """On the error stream: the output of a dry run is a config again."""
+    """Prints on the error stream, since the output of a dry run can be used as a config."""
     print(f"# {text}", file=sys.stderr, flush=True)
 
 
@@ -320,9 +320,9 @@ def check_learner_gpus(needed: int, available: int) -> None:
 
 
 def check_served_as_saved(config: RunConfig, command: str) -> None:
-    """For commands whose servers load the model from disk and get no other weights. Raises ValueError."""
+    """For commands whose servers load the model from disk and receive no weights. Raises ValueError."""
     if config.rollout.precision is not None:
         raise ValueError(
-            f"rollout.precision={config.rollout.precision}: `tandem {command}` serves model.path as it stands, and only a learner that "
+            f"rollout.precision={config.rollout.precision}: `tandem {command}` serves model.path unchanged, since only a learner that "
             "sends weights rounds them; leave it out"
         )

@@ -1,5 +1,5 @@
-"""Renders conversations of the data before anything starts, by the chat templates of those that will read them, and counts
-their tokens."""
+"""Renders conversations of the data before anything starts, by the chat templates of all models that will read them, and
+counts their tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -90,8 +90,8 @@ def _response_error(
     ends: Sequence[int],
     config: RunConfig | SftConfig,
 ) -> str | None:
-    """Why the template cannot render the assistant's message after the prompt, or its earlier ones so that they can be
-    learned."""
+    """Why the template cannot render the assistant's message after the prompt, or cannot render earlier ones so that they can
+    be learned."""
     from rollout.tokenization import encode_prompt, encode_response, find_turns
 
     if isinstance(response, str) or not ends:
@@ -121,8 +121,8 @@ def token_counts(
     room: int,
     ends: Sequence[int] = (),
 ) -> list[tuple[str, int]]:
-    """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
-    ValueError for a broken template."""
+    """(place, tokens of prompt and response) of the longest texts, if these may be more than ``room``. Raises ValueError for
+    a broken template."""
     from rollout.tasks.prompts import as_json
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt, encode_response

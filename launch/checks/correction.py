@@ -15,8 +15,7 @@ NARROW = 1.01
 
 
 def check_bounds(config: RunConfig) -> Iterator[Finding]:
-    """Every ratio is 1 where the two engines agree to the bit: bounds that leave out 1 would reject correct
-    tokens."""
+    """If the two engines agree to the bit, every ratio is 1. Bounds that exclude 1 would reject correct tokens."""
     weight = config.correction.weight
     agreement = "the ratio 1 of two engines that agree; use bounds on both sides of 1, such as [0.5, 2]"
     if isinstance(weight, ImportanceWeight) and weight.upper is not None:
@@ -33,8 +32,8 @@ def check_bounds(config: RunConfig) -> Iterator[Finding]:
 
 
 def gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
-    """Warnings where the samples are of another policy than the learner's, because they are old or of coarsely rounded
-    weights or numbers, and the correction does not suit that, or does not suit the objective."""
+    """Warnings if the samples are of another policy than the learner's (they are old, or from coarsely rounded weights or
+    numbers), and the correction does not suit that, or does not suit the objective."""
     if not isinstance(config, RunConfig):
         return
     correction, rollout = config.correction, config.rollout

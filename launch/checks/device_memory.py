@@ -39,7 +39,7 @@ class Need:
     server: RolloutMemory | None
     num_server_ranks: int
     cpu_cache: int
-    """Bytes of a server rank's cache on CPU, where the cache does not get the rest of a device."""
+    """Bytes of a server rank's cache on CPU. (On a GPU the cache gets the rest of the device.)"""
 
     @property
     def server_rank_bytes(self) -> int:
@@ -93,7 +93,7 @@ def _stages(
 
 
 def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:
-    """The processes that cannot fit; none where the device's size is unknown. The layouts must fit the models."""
+    """The processes that cannot fit; none if the device's size is unknown. The layouts must fit the models."""
     if device.bytes is None:
         return
     need = need_of(config, device, runs)
@@ -125,7 +125,7 @@ def _machine_finding(
 
 
 def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
-    """The field whose reduction saves the most memory; ``model.path`` where none saves half of it."""
+    """The field whose reduction saves the most memory; ``model.path`` if none saves half of it."""
     saved = {"model.path": need.on_one_machine // 2}
     if need.learner is not None:
         dp = config.layout.dp_size
@@ -170,8 +170,8 @@ def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
 
 
 def _smaller(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Changes that need no further GPU, {field: value}, the best first: changes that keep every probability come first, the
-    smallest of these before the others."""
+    """Changes that need no more GPUs, {field: value}, the best first: first those that keep every probability, the smallest
+    of these before the others."""
     learner, layout, budget = config.learner, config.layout, 2 * config.rollout.max_new_tokens
     lower = {"learner.token_budget": budget} if budget < learner.token_budget else {}
     again = {"learner.recompute": "full"} if learner.recompute == "none" else {}

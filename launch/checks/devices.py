@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and the device that a run's ranks have: here, or on the nodes that it is planned for."""
+"""The GPUs of this machine, and the device of a run's ranks: here, or on the nodes for which the run is planned."""
 
 import csv
 import subprocess
@@ -19,7 +19,7 @@ NVIDIA_SMI = (
 )
 NVIDIA_SMI_TIMEOUT_S = 30.0
 ON_GPUS = ("model.dtype=bfloat16", "rollout.dtype=bfloat16")
-"""Settings of the runs that Tandem makes by itself: SGLang's attention on GPUs takes no float32."""
+"""Settings of the runs that Tandem itself configures: SGLang's attention on GPUs does not accept float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job
         return Device(kind="cuda", bytes=int(gpu_memory * GIB), name="a GPU (--gpu-memory)", host=host)
     if isinstance(config, RunConfig) and (in_job or config.launch.nodes is not None):
         if gpus_of_node(config):
-            name = "a GPU of the nodes, whose size is not known here (give --gpu-memory GIB)"
+            name = "a GPU of the nodes, whose size is unknown here (give --gpu-memory GIB)"
             return Device(kind="cuda", bytes=None, name=name, host=host)
         return Device(kind="cpu", bytes=None, name="the nodes", host=host)
     if gpus_here():
@@ -67,7 +67,7 @@ def gpus_here() -> int:
 
 
 def ask_gpus() -> list[dict[str, str]]:
-    """name, memory and used (MiB) and driver of each GPU, by nvidia-smi; empty where it does not answer."""
+    """name, memory and used (MiB) and driver of each GPU, by nvidia-smi; empty if it does not answer."""
     names = ("name", "memory", "used", "driver")
     try:
         answer = subprocess.run(
@@ -82,7 +82,7 @@ def ask_gpus() -> list[dict[str, str]]:
 
 
 def _smallest_gpu() -> int | None:
-    """Bytes; None where nvidia-smi does not tell."""
+    """Bytes; None if nvidia-smi does not say."""
     try:
         return min(int(gpu["memory"]) for gpu in ask_gpus()) * 2**20
     except ValueError:

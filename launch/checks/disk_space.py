@@ -3,7 +3,7 @@ start.
 
 Bytes of a checkpoint per parameter: the weights in the model's dtype, AdamW's two moments in float32 (8), and
 a float32 copy of the weights (4) unless they are float32 themselves; the distributed optimizer saves that
-copy in any case. Of a run with adapters a checkpoint has the adapters alone, and they are written beside the merged
+copy in any case. A checkpoint of a run with adapters holds only the adapters, and the run writes them beside the merged
 model. Recorded batches, logs and pictures are comparatively small and are not counted.
 """
 
@@ -40,7 +40,7 @@ class DiskNeed:
 
     @property
     def least(self) -> int:
-        """Bytes without which the run cannot end well."""
+        """Bytes that the run needs to end well."""
         return min(self.checkpoints, 1) * self.checkpoint + self.model
 
     @property
@@ -86,8 +86,7 @@ def _checkpoint_bytes(parameters: int, dtype: str, optimizer: OptimizerConfig) -
 
 
 def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
-    """An error where there is no space for the next checkpoint and the model; a note where the space may run
-    out later."""
+    """An error if there is no space for the next checkpoint and the model; a note if the space may run out later."""
     field, folder = _output_folder(config)
     need, free = disk_need(config), _free_bytes(folder)
     if free is None or free >= need.most:
@@ -115,7 +114,7 @@ def _output_folder(config: RunConfig | SftConfig) -> tuple[str, Path]:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Free bytes of the disk that ``folder`` is on, or will be; None where the system does not tell."""
+    """Free bytes of the disk that ``folder`` is on, or will be on; None if the system does not say."""
     absolute = folder.absolute()
     try:
         nearest = next(path for path in (absolute, *absolute.parents) if os.path.exists(path))

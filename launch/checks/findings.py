@@ -8,7 +8,7 @@ from configs.loader import Finding
 def finding_of(
     field: str, check: Callable[..., object], *arguments: object, **named: object
 ) -> Iterator[Finding]:
-    """The finding of a check, where it raises ValueError."""
+    """The finding of a check, if it raises ValueError."""
     try:
         check(*arguments, **named)
     except ValueError as error:

@@ -35,7 +35,7 @@ _FIRST_LINE_S, _LATER_LINES_S = 2.0, 10.0
 
 
 def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
-    """Errors of the files that the config reads. ``notes`` gets what is allowed, but rarely intended."""
+    """Errors of the files that the config reads. ``notes`` gets settings that are allowed, but rarely intended."""
     yield from check_weights(config)
     tokenizer = None
     try:
@@ -59,8 +59,8 @@ def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[
 
 @contextlib.contextmanager
 def reading_progress(path: Path) -> Iterator[Progress]:
-    """Reports on stderr how much of a large file has been read: on a terminal in a line that vanishes,
-    elsewhere in a line now and then."""
+    """Reports on stderr how much of a large file has been read: on a terminal in a line that disappears, elsewhere in an
+    occasional line."""
     began, next_line, on_terminal = time.monotonic(), _FIRST_LINE_S, sys.stderr.isatty()
 
     def report(share: float) -> None:
@@ -176,7 +176,7 @@ def _check_sources(mixture: MixtureOrder, path: Path) -> None:
 
 
 def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
-    """A survey of the records of ``path``, which is read once however often this is called. Raises ValueError."""
+    """A survey of the records of ``path``. Repeated calls read the file only once. Raises ValueError."""
     from rollout.tasks import survey_task_file
 
     return survey_task_file(task, path, progress=reading_progress)
@@ -233,13 +233,13 @@ def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str
             and (shared := len(training.prompts & survey.prompts))
         ):
             yield (
-                f"task.{field}: {shared:,} of the {survey.distinct:,} held-out prompts are trained on too, "
-                "so that the accuracy on them says nothing about others"
+                f"task.{field}: {shared:,} of the {survey.distinct:,} held-out prompts are also trained on, "
+                "so the accuracy on them says nothing about others"
             )
     if training is not None and training.count < config.rollout.prompts_per_step:
         yield (
             f"task.train_path: its {training.count:,} prompts are fewer than rollout.prompts_per_step={config.rollout.prompts_per_step}, "
-            "so that each step has some of them several times"
+            "so each step has some of them several times"
         )
 
 
@@ -272,7 +272,7 @@ def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None", notes: lis
 
 
 def _example_notes(data: JsonlSftData, survey: "Survey") -> Iterator[str]:
-    """What TRL would do and a warm start does not."""
+    """Notes on what TRL would do with the records and a warm start does not."""
     from rollout.records import messages_of
     from rollout.tasks.records import read_records
 
@@ -283,8 +283,8 @@ def _example_notes(data: JsonlSftData, survey: "Survey") -> Iterator[str]:
     )
     if data.messages_field and data.learned_turns == "last" and (where := next(told, None)):
         yield (
-            f"data.path: the last message of a conversation is learned; earlier ones of the assistant, such as in {where}, are read "
-            "alone. data.learned_turns=all teaches them too"
+            f"data.path: only the last message of a conversation is learned; earlier ones of the assistant, such as in {where}, are "
+            "context. data.learned_turns=all teaches them too"
         )
     if (
         data.tools_field is None

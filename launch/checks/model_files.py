@@ -33,7 +33,7 @@ def check_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
 
 
 def open_tokenizer(folder: Path) -> "Tokenizer | None":
-    """None where the folder has none, which is reported with the missing files. Raises ValueError."""
+    """None if the folder has none, which is reported with the missing files. Raises ValueError."""
     from rollout.tokenizer_files import TokenizerFiles
 
     if TokenizerFiles.reads(folder):
@@ -76,8 +76,8 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
 
 
 def check_tools_template(config: RunConfig, tools: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Tries the chat template with the tools of an environment, which are known once it has been made. What is wrong without
-    them is reported with the tokenizer."""
+    """Tries the chat template with the tools of an environment, which are known once it has been made. Problems without
+    tools are reported with the tokenizer."""
     tokenizer = None
     with contextlib.suppress(ValueError):
         tokenizer = open_tokenizer(config.model.path)
@@ -88,8 +88,8 @@ def check_tools_template(config: RunConfig, tools: Sequence[Mapping[str, Any]]) 
 def _check_is_continued(
     config: RunConfig, tokenizer: "Tokenizer", tools: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Check that messages can follow what was sampled. A template for tools may be another one, which is tried once they are
-    known. Raises ValueError."""
+    """Check that messages can follow sampled tokens. Tools may have another template, which is tried once they are known.
+    Raises ValueError."""
     from rollout.environments.rendering import ChatRenderer
 
     arguments, templates = config.model.chat_template_kwargs, tokenizer.chat_template
@@ -101,7 +101,7 @@ def _check_is_continued(
     except ValueError:
         from rollout.tokenization import load_tokenizer
 
-        # Its files do not say all that transformers makes of them; it decides, and takes seconds.
+        # The tokenizer's files do not show all that transformers does with them; transformers decides, which takes seconds.
         try:
             ChatRenderer(load_tokenizer(config.model.path), tools=tools, arguments=arguments)
         except ValueError as error:
@@ -111,7 +111,7 @@ def _check_is_continued(
 def _check_template(
     config: RunConfig | SftConfig, tokenizer: "Tokenizer", data: TaskConfig | SftData
 ) -> Iterator[Finding]:
-    """Also where an environment alone renders: its own check, at the start, knows nothing of the arguments' names."""
+    """Checked even if only an environment renders: its own check, at the start, does not know the arguments' names."""
     from rollout.tokenizer_files import check_template_arguments
 
     arguments, field = config.model.chat_template_kwargs, "model.chat_template_kwargs"
@@ -134,7 +134,7 @@ def _check_template(
 def template_error(
     tokenizer: "Tokenizer", system_prompt: str | None, arguments: Mapping[str, Any]
 ) -> str | None:
-    """What goes wrong where the template renders a prompt."""
+    """The error if the template cannot render a prompt."""
     from rollout.tokenization import encode_prompt
     from rollout.tokenizer_files import TokenizerFiles
 
@@ -155,7 +155,7 @@ def template_error(
 
 
 def reward_tokenizers(config: RunConfig) -> Iterator[Path]:
-    """Folders of the tokenizers by which reward models read conversations. Missing ones are reported elsewhere."""
+    """Folders of the tokenizers with which reward models read conversations. Another check reports missing ones."""
     for _, part, _ in rewards_in(config.reward_type):
         if isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir():
             yield part.text.tokenizer

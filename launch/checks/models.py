@@ -1,4 +1,4 @@
-"""Compares a config with the models that it names: layouts, and what learner and servers compute of them."""
+"""Compares a config with the models that it names: layouts, and what learner and servers compute with them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def _has_model_config(config: RunConfig | SftConfig) -> bool:
 
 
 def has_model_configs(config: RunConfig | SftConfig) -> bool:
-    """Also those of critic and reference."""
+    """Checks the models of critic and reference too."""
     others = config.other_models.values() if isinstance(config, RunConfig) else ()
     return _has_model_config(config) and all((model.path / "config.json").is_file() for model in others)
 
@@ -86,21 +86,21 @@ def _check_served_model(
     if architecture.family.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
         yield (
             "rollout.precision",
-            f"rollout.precision={rollout.precision}: the experts of a {kind} are one tensor of all of a layer, which is not rounded to "
+            f"rollout.precision={rollout.precision}: a {kind} stores all experts of a layer in one tensor, which Tandem cannot round to "
             "a grid; use bf16 or fp16, or leave it out",
         )
     if architecture.family.is_gemma and not rollout.sglang_plugin and rollout.dtype != "float32":
         yield (
             "rollout.sglang_plugin",
-            f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a {kind} to "
-            f"{rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
+            f"rollout.sglang_plugin=false: SGLang does not round the factor of the embeddings of a {kind} to "
+            f"{rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's plugin",
         )
 
 
 def _check_other_model(
     config: RunConfig, field: str, policy: Architecture, reported: Sequence[str]
 ) -> Iterator[Finding]:
-    """Of a critic's model or a reference's. ``reported``: layout errors of the policy, which are not repeated."""
+    """Errors of a critic's or a reference's model. ``reported``: layout errors of the policy, which are not repeated."""
     model = config.other_models[field]
     if not (model.path / "config.json").is_file():
         return

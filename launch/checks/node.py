@@ -28,7 +28,7 @@ OPEN_FILES = 4096
 BUSY_GPU_MIB = 1024
 INFINIBAND = Path("/dev/infiniband")
 MANYLINUX = re.compile(r"^Tag: .*\bmanylinux_(\d+)_(\d+)_", re.MULTILINE)
-"""Of a wheel's tags; older forms of the tag are for glibc 2.17 and before, as all systems have."""
+"""glibc version in a wheel's tags. Older forms of the tag are for glibc 2.17 and before, which every system has."""
 SMALLEST_DRIVER = {"12": 525, "13": 580}
 """Oldest NVIDIA driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
 
@@ -63,8 +63,8 @@ def fail(check: str, text: str, fix: str = "") -> Finding:
 
 
 def checks_of_node(nodes: NodesConfig | None, config: RunConfig | SftConfig | None) -> Iterator[Finding]:
-    """Findings about this node, for any config or for this one. ``nodes``: those of the config, or others where
-    several nodes are checked."""
+    """Findings about this node, for any config or for this one. ``nodes``: those of the config, or other ones if several nodes
+    are checked."""
     yield _versions()
     yield _libc()
     yield from _gpus(config)
@@ -146,8 +146,7 @@ def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
 
 
 def _needed_gpus(config: RunConfig | SftConfig) -> tuple[int, str]:
-    """(GPUs of this node, the field that asks for them). The field is "" where a run without GPUs would take
-    the CPU."""
+    """(GPUs of this node, the field that requires them). The field is "" if a run without GPUs would use the CPU."""
     nodes, asked = config.launch.nodes, config.launch.slurm.gpus
     needed = gpus_of_node(config.model_copy(update={"layout": config.layout.smallest()}))
     if nodes is not None:
@@ -161,7 +160,7 @@ def _driver(driver: str) -> Finding:
     cuda = torch.version.cuda
     if cuda is None:
         fix = "remove .venv and run `bash launch/install.sh` on a node with GPUs"
-        return fail("driver", "GPUs are here, but torch is the build without CUDA", fix)
+        return fail("driver", "this node has GPUs, but torch was built without CUDA", fix)
     needed = SMALLEST_DRIVER.get(cuda.split(".")[0])
     version = driver.split(".")[0]
     if needed is not None and version.isdecimal() and int(version) < needed:
@@ -192,7 +191,9 @@ def _environment() -> Iterator[Finding]:
         text = "NCCL_IB_DISABLE=1 on a node with InfiniBand"
         yield warn("environment", text, "unset it, or collectives go over TCP")
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
-        yield warn("environment", "NCCL_P2P_DISABLE=1: GPUs of a node talk through its memory", "unset it")
+        yield warn(
+            "environment", "NCCL_P2P_DISABLE=1: GPUs of a node communicate through host memory", "unset it"
+        )
 
 
 def _limits() -> Iterator[Finding]:
@@ -209,14 +210,14 @@ def _limits() -> Iterator[Finding]:
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY:
         text = f"{space / GIB:.0f} GiB of addresses are allowed, and engines reserve more than they use"
-        yield warn("limits", text, "lift it by `ulimit -v unlimited`, or a process may end without a word")
+        yield warn("limits", text, "lift it by `ulimit -v unlimited`, or a process may end without a message")
 
 
 def _shared_memory(nodes: NodesConfig | None) -> Finding:
     free = shutil.disk_usage("/dev/shm").free
     needed = GIB * max(1 if nodes is None else nodes.gpus_per_node, 1)
     if free < needed:
-        text = f"{free / GIB:.1f} GiB are free, NCCL and SGLang want about {needed // GIB}"
+        text = f"{free / GIB:.1f} GiB are free, but NCCL and SGLang need about {needed // GIB}"
         return warn("/dev/shm", text, "raise its size (containers: --shm-size)")
     return ok("/dev/shm", f"{free / GIB:.1f} GiB free")
 

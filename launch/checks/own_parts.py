@@ -1,5 +1,5 @@
-"""Tries a user's objective, advantage, weight and order of the prompts before anything starts, in processes of their own:
-this one imports no torch, and cannot hang."""
+"""Tries a user's objective, advantage, weight and order of the prompts before anything starts, in separate processes: this
+process imports no torch, and must not hang."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ def check_own_parts(
 
         @cache
         def process_of(module: str) -> TrialProcess:
-            """One for all functions that the module tries: another one would import torch again."""
+            """One process for all functions that the module tries: a second one would import torch again."""
             process = processes.enter_context(TrialProcess(module, tell=tell))
             starting, fix = "starting the trial of the user's functions", "try again on a quieter machine"
             process.reply(starting, "its limit", START_TIMEOUT_S, fix)

@@ -1,4 +1,4 @@
-"""Checks whether a run can go on: its folder has a checkpoint, and the config is that of the same run."""
+"""Checks whether a run can continue: its folder has a checkpoint, and the config is that of the same run."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,19 +15,19 @@ from rollout.terminal_text import tandem_command
 
 
 def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None]) -> Iterator[str]:
-    """Why the run in ``resume`` cannot go on with this config. ``say`` gets what cannot be seen."""
+    """Why the run in ``resume`` cannot continue with this config. ``say`` gets notes on what could not be checked."""
     folder = RunFolder(resume)
     if not folder.config.is_file():
         yield f"resume: {resume} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
         return
     before = load_config(folder.config)
     if not isinstance(before, RunConfig):
-        yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; {way_on(folder, before.kind)}"
+        yield f"resume: {resume} is a run of kind {before.kind}, which saves no checkpoints; {way_on(folder, before.kind)}"
         return
     newest = folder.newest_checkpoint()
     if newest is None:
         reason = folder.damage_of_newest()
-        yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; {way_on(folder)}"
+        yield f"resume: {resume} has no complete checkpoint to continue from{reason}; {way_on(folder)}"
     elif config.critic is not None and not folder.had_critic():
         yield (
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
@@ -35,11 +35,11 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
         )
     elif config.critic is not None and (newest := folder.newest_with_critic()) is None:
         yield (
-            f"resume: {resume} holds no step whose checkpoints of policy and critic are both complete; put one back from a copy, "
+            f"resume: {resume} has no step whose checkpoints of policy and critic are both complete; restore one from a copy, "
             "or start a new run from the run's exported model"
         )
     if newest is not None and config.steps < (done := step_of(newest) or 0):
-        yield f"resume: {resume} has done {done} steps, and steps={config.steps} is below; give steps={done} or more"
+        yield f"resume: {resume} has done {done} steps, more than steps={config.steps}; give steps={done} or more"
     if changed := _changed_adapters(before, config):
         yield f"resume: {resume} was trained {changed}"
     for field, old, new in _changed_fields(before, config):
@@ -53,7 +53,7 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
 
 
 def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(field, value of the run, value now) of what makes another run. The model may have moved."""
+    """(field, value of the run, value now) of all settings that would make it another run. The model may have moved."""
     old_parts, new_parts = map(_parts_compared, (before, config))
     for part in [name for name in old_parts if name in new_parts]:
         old, new = old_parts[part], new_parts[part]
@@ -73,7 +73,7 @@ def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str,
 
 
 def _parts_compared(config: RunConfig) -> dict[str, Any]:
-    """Plain values by field. A critic has a model where there is one: that it has come or gone is told elsewhere."""
+    """Plain values by field. A critic has a model if there is a critic; another check reports an added or removed critic."""
     whole = config.model_dump(mode="json", include={"seed", "model", "task", "kl", "critic"})
     parts = {part: whole[part] for part in ("seed", "model", "task")} | {"kl.model": whole["kl"]["model"]}
     return parts | ({"critic.model": whole["critic"]["model"]} if whole["critic"] else {})
@@ -82,25 +82,25 @@ def _parts_compared(config: RunConfig) -> dict[str, Any]:
 def _check_moved_model(
     field: str, old: Path, new: Path, resume: Path, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """The checkpoint has weights of its own. What is read from the model's folder, such as those of ``ref``, must be
-    what the run began with."""
+    """The policy's weights come from the checkpoint. Weights that are read from the model's folder, such as those of ``ref``,
+    must be the ones that the run began with."""
     weights = _weights_of(new)
     if old == new or weights is None:  # what is missing there is told with the other files
         return
     before = _weights_of(old)
     if before is None:
         say(
-            f"the weights of {old}, the {field} of {resume}, are not here: that those in {new} are the same cannot be seen"
+            f"the weights of {old}, the {field} of {resume}, are not here: whether those in {new} are the same is unknown"
         )
     elif before != weights:
         yield (
-            f"resume: `{field}.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
+            f"resume: `{field}.path` of {resume} is {old}, but the weights in {new} differ; give the same model, or start "
             "a new run"
         )
 
 
 def _weights_of(folder: Path) -> str | None:
-    """The fingerprint of a model's weights; None where there are none that can be read."""
+    """The fingerprint of a model's weights; None if none can be read."""
     try:
         return fingerprint(folder) if any(folder.glob("*.safetensors")) else None
     except OSError:
@@ -108,8 +108,8 @@ def _weights_of(folder: Path) -> str | None:
 
 
 def _changed_adapters(before: RunConfig, config: RunConfig) -> str:
-    """How the run was trained where its adapters are not the config's, and the fix; empty where they are. The forward pass
-    may change."""
+    """How the run was trained if its adapters differ from the config's, and the fix; empty if they are equal. The forward
+    pass may change."""
     old, new = before.learner.lora, config.learner.lora
     if old is None or new is None:
         how = "without adapters" if old is None else f"with learner.lora: {{rank: {old.rank}}}"

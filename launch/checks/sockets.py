@@ -47,7 +47,7 @@ def listening(folder: RunFolder) -> list[Listening]:
 
 
 def sockets_of(folder: RunFolder) -> Iterator[Finding]:
-    """A finding per open port: a failure where it listens on another address than the run's own."""
+    """A finding per open port: a failure if it listens on another address than the run's own."""
     config = load_config(folder.config)
     expected = own_address(config.launch.nodes if isinstance(config, RunConfig) else None)
     ports = listening(folder)

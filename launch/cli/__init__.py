@@ -3,7 +3,7 @@
 The arguments of each group of commands are in a file of their own, in the order in which help shows them.
 
 Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on
-request, can go on; 130 interrupted.
+request, can be continued; 130 interrupted.
 """
 
 import errno
@@ -52,8 +52,7 @@ def options(
 
 
 def check_packages() -> None:
-    """Refuse to start where a package of another owner shadows one of Tandem's, whose names are plain
-    (``trainer``)."""
+    """Refuse to start if another package shadows one of Tandem's, whose names are common words (``trainer``)."""
     root = Path(__file__).resolve().parents[2]
     for name in OUR_PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -61,7 +60,7 @@ def check_packages() -> None:
         if folder != root / name:
             sys.exit(
                 f"tandem: the package {name!r} is taken from {folder}, not from {root / name}.\n"
-                "Another package of that name comes first on the Python path: run from another folder, or mend PYTHONPATH."
+                "Another package of that name comes first on the Python path: run from another folder, or fix PYTHONPATH."
             )
 
 
@@ -84,8 +83,8 @@ def open_closed_streams() -> None:
 
 
 def print_any_letter() -> None:
-    """Print a ``?`` for a letter that the locale's encoding lacks: the console line has a ``Δ``, and a run must not end
-    by what it tells. Roles are commands too."""
+    """Print a ``?`` for a letter that the locale's encoding lacks: the console line has a ``Δ``, and printing must not end a
+    run. Roles are commands too."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a caller in this process may have set another
             stream.reconfigure(errors="replace")
@@ -124,7 +123,7 @@ def _message_and_exit_code(error: BaseException) -> tuple[object, int] | None:
         case OSError() if (
             error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None
         ):
-            return f"{error}; work on a copy of its folder, or ask its owner for the permission", 1
+            return f"{error}; work on a copy of its folder, or ask its owner for permission", 1
         case OSError() if error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error, 1
         case RunStopped():

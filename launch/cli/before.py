@@ -19,7 +19,7 @@ def plan(
         typer.Option(
             min=1,
             max=100_000,
-            help="The number of GPUs, of learner and servers together. With launch.placement=colocated either side has all.",
+            help="The number of GPUs for learner and servers together. With launch.placement=colocated both sides have all.",
         ),
     ],
     overrides: Overrides = None,
@@ -107,7 +107,7 @@ def selftest(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Make this check alone, and those that it needs; may be given several times.", metavar="NAME"
+            help="Make only this check and those that it needs; may be given several times.", metavar="NAME"
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of models, data and samples.")] = 0,
@@ -142,7 +142,7 @@ def check_cluster(
     ] = 60.0,
     run: Annotated[
         Path | None,
-        typer.Option(help="A run that is going on: list what it listens on here, instead.", metavar="RUN"),
+        typer.Option(help="An active run: list the ports that it listens on here, instead.", metavar="RUN"),
     ] = None,
 ) -> None:
     """Check a cluster before a first job: drivers, limits, shared folder, ports, interfaces. One call per

@@ -37,8 +37,8 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
 ) -> None:
-    """Show a run in the terminal while it goes on: curves, the parts of a step, the roles, the newest samples. Ctrl-C
-    ends the view alone."""
+    """Show a run in the terminal while it runs: curves, the parts of a step, the roles, the newest samples. Ctrl-C
+    ends only the view."""
     from launch.commands.watch import watch as watch_run
 
     watch_run(run_folder(run), once=once, every_s=every)
@@ -116,7 +116,7 @@ def publish(
     run: RunPath,
     to: Annotated[Literal["wandb", "tensorboard"], typer.Option("--to", help="The service.")],
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new steps, until the run ends or Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Continue with new steps, until the run ends or Ctrl-C.")
     ] = False,
     project: Annotated[
         str | None, typer.Option(help="Project at W&B; the run's own (tracking.wandb) if left out.")
@@ -185,7 +185,7 @@ def stop(
     ] = False,
 ) -> None:
     """Ask a run to stop, here or as a Slurm job, and wait for its end: the step is finished or dropped, and a
-    checkpoint is written, from which `tandem resume RUN` goes on."""
+    checkpoint is written, from which `tandem resume RUN` continues."""
     from launch.commands.stop import stop as stop_run
 
     raise typer.Exit(stop_run(run_folder(run), now=now))
@@ -203,8 +203,8 @@ def clean(
         bool, typer.Option("--models", help="Also the models between the parts of quickstarts.")
     ] = False,
 ) -> None:
-    """List what runs need no more, with size and reason: leftovers of what was killed, damaged and superfluous
-    checkpoints, old logs. Runs that go on, and every run's newest checkpoint and model, are left alone."""
+    """List files that runs no longer need, with size and reason: leftovers of killed processes, damaged and superfluous
+    checkpoints, old logs. Active runs, and every run's newest checkpoint and model, are left alone."""
     from launch.commands.clean import clean as clean_runs
 
     raise typer.Exit(clean_runs(runs, apply=apply, models=models))

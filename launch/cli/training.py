@@ -72,7 +72,7 @@ def train(
 def resume(
     run: RunPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
-    """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as
+    """Continue a run that was stopped or failed, from its newest complete checkpoint; overrides (such as
     steps=300) change its config."""
     from launch.commands.train import resume as resume_run
 
@@ -93,8 +93,8 @@ def sft(
 def evaluate(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
-    """Measure the accuracy of model.path on the task's held-out problems; of a run's folder in the place of CONFIG, that of
-    the model that it has trained."""
+    """Measure the accuracy of model.path on the task's held-out problems. With a run folder instead of CONFIG, measure the
+    model that the run has trained."""
     from launch.commands.train import evaluate as run
 
     run(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
@@ -114,15 +114,17 @@ def sweep(
         int, typer.Option(min=1, help="Run this many at a time; memory and GPUs must be enough for all.")
     ] = 1,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on with the others after a run has failed.")
+        bool, typer.Option("--keep-going", help="Continue with the others after a run has failed.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check every run, say what would become of each, and start nothing."),
+        typer.Option(
+            "--dry-run", help="Check every run, say what would be done with each, and start nothing."
+        ),
     ] = False,
 ) -> None:
     """Train once for each combination of values, on this machine; then compare. After Ctrl-C or a failure the same
-    command goes on: finished runs are skipped, and stopped ones resumed."""
+    command continues: finished runs are skipped, and stopped ones resumed."""
     from launch.commands.sweep import sweep as run
 
     run(config, overrides or [], jobs=jobs, keep_going=keep_going, dry_run=dry_run)

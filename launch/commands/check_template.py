@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_template(model_dir: Path, *, with_tools: bool, arguments: Sequence[str]) -> bool:
-    """Print what Tandem makes of the template. Returns whether it can be used; an error is printed otherwise.
+    """Print how Tandem handles the template. Returns whether the template can be used; if not, the error is printed.
 
     Args:
         with_tools: also as for an environment with tools, which needs messages of role ``tool``.
@@ -86,5 +86,5 @@ def _print_ends(renderer: "ChatRenderer", stop_ids: Sequence[int]) -> None:
     if missing := [number for number in renderer.end_token_ids if number not in stop_ids]:
         print(
             f"warning: the model does not stop at {named(missing)}, but at {named(stop_ids)}: environments stop there, but a "
-            "single turn would go on; add the id to eos_token_id in generation_config.json"
+            "single turn would continue; add the id to eos_token_id in generation_config.json"
         )

@@ -1,8 +1,8 @@
-"""``tandem clean``: what the runs of a folder need no more, with size and reason; ``--apply`` removes it.
+"""``tandem clean``: lists files that the runs of a folder no longer need, with size and reason; ``--apply`` removes them.
 
-Never listed: anything of a run that is going on or may be, here or elsewhere; a folder whose config.yaml is not that of a
-training run of this version; links, and what lies behind them; the newest complete checkpoint and ``hf/`` of any run.
-While something of a run is removed, its locks are held, so that neither a run nor an export can begin.
+Never listed: anything of a run that is or may be active, here or elsewhere; a folder whose config.yaml is not that of a
+training run of this version; links and their targets; the newest complete checkpoint and ``hf/`` of any run.
+The command holds a run's locks while it removes files of it, so neither a run nor an export can begin.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from parallel.planning.memory import size_text
 from rollout.terminal_text import tandem_command
 
 RECENT_S = 600.0
-"""A run that ended without a word and wrote this long ago may be going on, on another host."""
+"""A run that recorded no end and wrote within this time may still be active on another host."""
 PARTIAL_CHECKPOINT = re.compile(r"\.step_\d{6,}\.partial")
 SET_ASIDE = re.compile(r"step_\d{6,}\.damaged\d*")
 KILLED_EXPORT = re.compile(r"\.(hf|adapter|export|export-adapter)\.(?!old\.).+")
@@ -42,7 +42,7 @@ QUICKSTART = re.compile(r"quickstart-\d{8}-\d{6}")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file or folder that may go."""
+    """A file or folder that may be removed."""
 
     path: Path
     reason: str
@@ -65,15 +65,13 @@ class LeftAlone:
 
 
 def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
-    """List what may go, or remove it. Returns the exit code: 1 where something could not be removed."""
+    """List what may be removed, or remove it. Returns the exit code: 1 if something could not be removed."""
     if not runs_dir.is_dir():
-        raise BadInput(f"RUNS: {runs_dir} is not a folder; name that of launch.runs_dir, usually runs")
+        raise BadInput(f"RUNS: {runs_dir} is not a folder; name the folder of launch.runs_dir, usually runs")
     folders = [runs_dir] if (runs_dir / "config.yaml").is_file() else _inside(runs_dir)
     runs = [RunFolder(path) for path in folders if may_be_run(path)]
     if not runs:
-        raise BadInput(
-            f"RUNS: {runs_dir} holds no runs, so nothing of Tandem's; name that of launch.runs_dir"
-        )
+        raise BadInput(f"RUNS: {runs_dir} holds no runs; name the folder of launch.runs_dir")
     cleaning = Cleaning(apply=apply)
     for run in runs:
         found = _items(run)
@@ -81,7 +79,7 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
             cleaning.take(found)
             continue
         with _held(run, apply=apply) as why_not:
-            # Looked at again, now that nobody else can change them.
+            # Look again, now that no other process can change them.
             cleaning.take([why_not] if why_not else _items(run))
     for sweep in filter(_is_idle_sweep, folders):
         with _locked([sweep / "lock"], apply=apply) as why_not:
@@ -98,7 +96,7 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
         print(f"removed {len(rows)} of the above, {size_text(total)} freed")
     else:
         remove = tandem_command("clean", runs_dir, *(["--models"] if models else []), "--apply")
-        print(f"{len(rows)} may go, {size_text(total)}; `{remove}` removes them")
+        print(f"{len(rows)} can be removed, {size_text(total)}; `{remove}` removes them")
     return int(cleaning.has_failed)
 
 
@@ -129,7 +127,7 @@ class Cleaning:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The folders and files in a folder, without links; none where it is a link itself, or cannot be read."""
+    """The folders and files in a folder, without links. Empty if the folder is itself a link, or cannot be read."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     try:
@@ -145,7 +143,8 @@ def _inside(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _held(run: RunFolder, *, apply: bool) -> Iterator[LeftAlone | None]:
-    """With ``apply``, nobody can run or export the folder inside. Yields why it is to be left alone, if so."""
+    """With ``apply``, no process can run or export the folder while this is entered. Yields the reason to leave the folder
+    alone, if there is one."""
     if (reason := _may_be_written(run)) is not None:
         yield LeftAlone(run.path, reason)
         return
@@ -155,7 +154,7 @@ def _held(run: RunFolder, *, apply: bool) -> Iterator[LeftAlone | None]:
 
 @contextlib.contextmanager
 def _locked(locks: Sequence[Path], *, apply: bool) -> Iterator[str | None]:
-    """With ``apply``, the locks are held inside. Yields why they cannot be, if so."""
+    """With ``apply``, holds the locks while entered. Yields the reason if they cannot be taken."""
     with contextlib.ExitStack() as held:
         why_not = None
         try:
@@ -170,12 +169,12 @@ def _locked(locks: Sequence[Path], *, apply: bool) -> Iterator[str | None]:
 
 
 def _may_be_written(run: RunFolder) -> str | None:
-    """Why somebody may be writing the folder."""
+    """Why a process may be writing the folder; None if none can be."""
     if run.holders():
         return "it is being run"
     try:
         if (job := running_elsewhere(run)) is not None:
-            return f"job {job} runs it, or waits to"
+            return f"job {job} runs it, or is queued to run it"
     except RuntimeError as error:
         return str(error)
     written = [time for _, time in read_beats(run)]
@@ -183,7 +182,7 @@ def _may_be_written(run: RunFolder) -> str | None:
     written += [file.stat().st_mtime for file in files if file.exists()]
     ago = time.time() - max(written, default=0.0)
     if ago < RECENT_S and not status(run).state.startswith(("finished", "stopped", "failed")):
-        return f"it was written {max(ago, 0):.0f} s ago, and may be going on elsewhere"
+        return f"it was written {max(ago, 0):.0f} s ago, and may be running on another host"
     return None
 
 
@@ -210,7 +209,7 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item | LeftAlone
     try:
         best = best_step(run.checkpoints)
     except ValueError:
-        return  # which one the run keeps as its best is not known
+        return  # which checkpoint the run keeps as its best is unknown
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
     goes = {step: folder for step, folder in complete.items() if step not in kept and not folder.is_symlink()}
     notes = list[str]()
@@ -230,7 +229,7 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item | LeftAlone
 
 
 def _broken_checkpoints(run: RunFolder, *, has_result: bool) -> Iterator[Item]:
-    """has_result: whether the run has a whole checkpoint or its model, so that none of these is needed."""
+    """has_result: whether the run has a complete checkpoint or its model. It then needs none of these."""
     for root in (run.checkpoints, run.critic_checkpoints):
         for path in _inside(root):
             if PARTIAL_CHECKPOINT.fullmatch(path.name):
@@ -243,13 +242,13 @@ def _broken_checkpoints(run: RunFolder, *, has_result: bool) -> Iterator[Item]:
 
 
 def _critic_checkpoints(run: RunFolder, policy_steps: Set[int]) -> Iterator[Item]:
-    """policy_steps: those that have a checkpoint of the policy, and keep it, or whose checkpoint cannot be read now."""
+    """policy_steps: the steps whose policy checkpoint is kept, or cannot be read now."""
     if run.critic_checkpoints.is_symlink():
         return
     for step, folder in step_folders(run.critic_checkpoints).items():
         is_ours = not folder.is_symlink() and (is_valid(folder) or is_torn(folder))
         if step not in policy_steps and is_ours:
-            yield Item(folder, "of the critic, without the policy's of this step")
+            yield Item(folder, "of the critic; the policy's checkpoint of this step is gone")
 
 
 def _leftovers(run: RunFolder) -> Iterator[Item]:
@@ -262,7 +261,7 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
             yield from _killed_writes([path])
     yield from _killed_writes(_inside(run.batches))
     job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
-    # Where the last job has left no log, one of the others may be its own, or is the newest that there is.
+    # If the last job has left no log, one of the others may be its log, or is the newest log.
     if f"slurm-{job}.log" in {path.name for path in logs}:
         for path in logs:
             if path.name != f"slurm-{job}.log":
@@ -276,7 +275,7 @@ def _killed_writes(paths: Iterable[Path]) -> Iterator[Item]:
 
 
 def _has_done_all(run: RunFolder) -> bool:
-    """Whether a training run is finished, as far as its config can be read."""
+    """Whether a training run is finished; False if its config cannot be read."""
     try:
         config = load_config(run.config)
     except (ConfigError, OSError):
@@ -285,7 +284,7 @@ def _has_done_all(run: RunFolder) -> bool:
 
 
 def _is_idle_sweep(folder: Path) -> bool:
-    """Whether the folder is of a sweep that nobody runs."""
+    """Whether the folder is of a sweep that no process runs."""
     lock = folder / "lock"
     return os.path.isfile(folder / "sweep.json") and lock.is_file() and not holders_of(lock)
 
@@ -302,12 +301,12 @@ def _sweep_items(folder: Path) -> Iterator[Item | LeftAlone]:
         if run is not None and _has_done_all(run):
             for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
                 if path.is_file() and not path.is_symlink():
-                    yield Item(path, "of a sweep's run that is finished; its folder has the like")
+                    yield Item(path, "of a sweep's run that is finished; the run's folder has its own")
     yield from _killed_writes(_inside(folder))
 
 
 def _quickstart_models(folders: Sequence[Path], runs: Sequence[RunFolder]) -> Iterator[Item | LeftAlone]:
-    """The models between the parts of quickstarts, but for those that a run may still need."""
+    """The models between the parts of quickstarts, except those that a run may still need."""
     needed = dict[Path, Path]()
     for run in runs:
         with contextlib.suppress(ConfigError, OSError):

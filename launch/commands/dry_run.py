@@ -1,7 +1,7 @@
 """``--dry-run``: describes a run. Processes, data, batch, memory and the weights that are sent come first, as
 comments; then the resolved config.
 
-The output is a config again. A terminal gets the facts alone, since the config's 150 lines would push them out
+The output can be used as a config. A terminal gets only the facts, since the config's 150 lines would scroll them out
 of sight. Everything follows from the config, the models' config.json and the task's files; nothing is started,
 and no engine is imported.
 """
@@ -52,7 +52,7 @@ def print_dry_run(
 ) -> None:
     """``config``: from ``load_checked`` for the roles ``runs`` (``TRAINING``, ...).
 
-    gpu_memory: GiB of each GPU of other machines. in_job: the run is for a Slurm job's nodes. further: lines that
+    gpu_memory: GiB of each GPU, for other machines. in_job: the run is for a Slurm job's nodes. further: lines that
     follow the other facts.
     """
     device = device_of(config, gpu_memory, in_job=in_job)
@@ -178,7 +178,7 @@ def _devices(first: int, count: int, device: Device) -> str:
 
 def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[str]:
     """A command per role, for each node that the table lists for it (is_host: for the first). Values that are
-    known at the start alone are in capitals."""
+    known only at the start are in capitals."""
     fresh = config.launch.runs_dir / f"{config.name}-DATE-TIME"
     folder = RunFolder(getattr(config, "resume", None) or fresh)
     nodes = config.launch.nodes
@@ -200,7 +200,7 @@ def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterat
 
 
 def _data_rows(config: RunConfig | SftConfig) -> Iterator[Row]:
-    """The task's files, which the checks have read."""
+    """The task's files, as the checks have read them."""
     if isinstance(config, SftConfig) or isinstance(config.task, CountdownTask):
         return
     for field, path in config.task.files.items():
@@ -274,28 +274,28 @@ def _learner_lines(config: RunConfig) -> Iterator[str]:
             where = "on every rank of the learner, on the device in the pass of old and in host memory until the update,"
         yield (
             f"learner.routing={routing}: {each} bytes of experts per token of prompts and responses, so {size_text(each * held)} {where} "
-            "where every response is as long as it may be"
+            "if every response has full length"
         )
     if rollout.is_truncated:
         each = kept_sets.bytes_per_token(rollout.top_k)
         yield (
             f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the "
-            "servers to the learner's first rank where every response is as long as it may be; fewer with top_p or min_p"
+            "servers to the learner's first rank if every response has full length; fewer with top_p or min_p"
         )
 
 
 def _microbatch_lines(config: RunConfig, each: int) -> Iterator[str]:
-    """A sequence takes one place less than it has tokens: the last token predicts nothing."""
+    """A sequence takes one place less than its number of tokens, since the last token predicts nothing."""
     budget, response = config.learner.token_budget, config.rollout.max_new_tokens
     full = _up_to(-(-each * response // budget), config.layout.microbatch_multiple)
     yield f"micro-batches of a rank, of at most learner.token_budget={budget} tokens: {_count_range(config, each)}"
-    yield f"  at least {full} where every response has rollout.max_new_tokens={response}"
+    yield f"  at least {full} if every response has rollout.max_new_tokens={response}"
     prompt, source = _longest_prompt(config)
     longest = prompt + response - 1
     if longest <= budget:
         multiple = config.layout.microbatch_multiple
         most = most_microbatches(each, longest=longest, token_budget=budget, multiple=multiple)
-        yield f"  at most {most} where no prompt has more than {prompt} tokens ({source})"
+        yield f"  at most {most} if no prompt has more than {prompt} tokens ({source})"
 
 
 def _count_range(config: RunConfig | SftConfig, sequences: int) -> str:
@@ -345,4 +345,4 @@ def _transfer_lines(config: RunConfig) -> Iterator[str]:
     ranks_per_stage = layout.world_size // layout.pp
     for stage, size in enumerate(stages):
         yield f"  learner rank {stage * ranks_per_stage} (pipeline stage {stage}): {size_text(size)}"
-    yield "  every server rank receives all of it; no time is given, since the network is not known here"
+    yield "  every server rank receives all of it; the time depends on the network, which is unknown here"

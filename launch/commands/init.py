@@ -16,8 +16,8 @@ CONFIG = "experiment.yaml"
 NEW_TOKENS = 512
 
 _YAML = """\
-# An RL experiment on your own data, with your own reward. `tandem schema` explains every field; what is not here has its default.
-# Relative paths start at the folder that `tandem` is started in: start it in this one.
+# An RL experiment on your own data, with your own reward. `tandem schema` explains every field; fields left out have their default.
+# Relative paths start at the folder in which you call `tandem`: call it in this folder.
 name: {name}
 steps: 100
 
@@ -34,10 +34,10 @@ task:
   apply_chat_template: {template}
   # system_prompt: You are a careful mathematician.
 
-reward:                              # left out, the reward of jsonl is math_verify: 1 for the reference's number or formula, else 0
+reward:                              # the default for jsonl is math_verify: 1 for the reference's number or formula, else 0
   type: function
   function: my_reward:score          # my_reward.py, in this folder
-  timeout_s: 10                      # of one call; what is later is not scored
+  timeout_s: 10                      # of one call; a later result is not scored
 # Several rewards, each with a factor:
 #   type: weighted
 #   parts:
@@ -53,7 +53,7 @@ learner:
   optimizer: {{lr: 1.0e-6}}
 
 evaluation: {{every: 20}}              # steps
-checkpoint: {{every: 20}}              # steps; `tandem resume RUN` goes on from the newest
+checkpoint: {{every: 20}}              # steps; `tandem resume RUN` continues from the newest
 """
 
 _REWARD = '''\
@@ -72,8 +72,8 @@ def score(prompt, response, reference, row):
 
 
 def make_experiment(folder: Path, model: Path | None) -> None:
-    """Write the folder and print the next commands. Raises BadInput where the folder exists already, and where the model's
-    does not."""
+    """Write the folder and print the next commands. Raises BadInput if the folder already exists, or if the model's does
+    not."""
     with as_bad_input():
         check_new_folder("FOLDER", folder)
     if model is not None and not model.is_dir():
@@ -108,7 +108,7 @@ def _template(model: Path) -> str:
 
 
 def _new_tokens(model: Path) -> str:
-    """The value of ``max_new_tokens`` that leaves room for prompts, and why where it is not the usual one."""
+    """The value of ``max_new_tokens`` that leaves room for prompts, with the reason if it is not the usual one."""
     with contextlib.suppress(ValueError):
         context = architecture_of(model).max_positions
         if context < 2 * NEW_TOKENS:

@@ -33,7 +33,7 @@ def run_table(runs_dir: Path, *, now: float | None = None) -> str:
 
 
 def _written_and_row(folder: RunFolder) -> tuple[float, tuple[str, str, str, str, str]]:
-    """The time of the newest file, and ``_row``. A run that cannot be read, such as another user's, hides no other one."""
+    """The time of the newest file, and ``_row``. An unreadable run, such as another user's, does not hide the others."""
     try:
         files = (folder.config, folder.metrics, folder.summary)
         return max(file.stat().st_mtime for file in files if file.exists()), _row(folder)

@@ -31,8 +31,8 @@ def log_files(folder: RunFolder, role: str | None) -> list[Path]:
 
 
 def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> int:
-    """Show the ends of ``files``, by coreutils' tail, with control characters made visible: agents and rewards write what a
-    model may have written. With ``follow`` new lines too, until the run ends or Ctrl-C. Returns tail's exit status."""
+    """Show the ends of ``files`` by coreutils' tail. Control characters are made visible, since agents and rewards may print
+    a model's text. With ``follow`` show new lines too, until the run ends or Ctrl-C. Returns tail's exit status."""
     options = _follow_options(folder) if follow else []
     command = ["tail", f"--lines={lines}", *options, *map(str, files)]
     with suppress(KeyboardInterrupt), subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
@@ -52,5 +52,9 @@ def _follow_options(folder: RunFolder) -> list[str]:
     state = brief_state(folder)
     if state.startswith(("running", "waiting", "unknown", "ending")):
         return ["--follow=name", "--retry"]
-    print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
+    print(
+        f"the run is not active on this machine ({state}): no new lines will come",
+        file=sys.stderr,
+        flush=True,
+    )
     return []

@@ -116,7 +116,7 @@ def _print_best(found: Found) -> None:
 
 
 def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | None:
-    """What both sides hold on GPUs that they share, or how to plan such turns; None where the run can have none."""
+    """What both sides hold on GPUs that they share, or how to plan for sharing; None if the run cannot share GPUs."""
     if config.launch.takes_turns:
         both = memory.size_text(both_bytes(best.learner_memory, best.rollout_memory))
         size = memory.size_text(cluster.gpu_bytes)
@@ -136,7 +136,7 @@ def _hardware(options: PlanOptions) -> HardwareConfig | None:
     for name in ("prompt_tokens", "response_tokens", "response_spread", "report"):
         if getattr(options, name) is not None:
             option, names = f"--{name.replace('_', '-')}", ", ".join(hardware_names())
-            raise BadInput(f"{option} is of an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
+            raise BadInput(f"{option} needs an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
     return None
 
 
@@ -144,7 +144,7 @@ def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig |
     nodes, is_shared = options.gpus_per_node, config.launch.takes_turns
     if is_shared and options.num_gpus > nodes:
         raise BadInput(
-            f"launch.placement=colocated shares the GPUs of one machine, but --gpus {options.num_gpus} are more than --gpus-per-node "
+            f"launch.placement=colocated shares the GPUs of one machine, but --gpus {options.num_gpus} is more than --gpus-per-node "
             f"{nodes}; plan for at most {nodes}, or set launch.placement=separate"
         )
     if options.num_gpus == 1 and not is_shared:
@@ -168,7 +168,7 @@ def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig |
 def timing_of(
     config: RunConfig, architecture: Architecture, options: PlanOptions, hardware: HardwareConfig | None
 ) -> Timing | None:
-    """What decides the seconds of a step; None without a description of the hardware.
+    """The values that decide the seconds of a step; None without a description of the hardware.
 
     Raises BadInput for lengths that the run cannot have, and for a precision that the hardware lacks.
     """
@@ -182,7 +182,7 @@ def timing_of(
     response = options.response_tokens or max(1, longest // 2)
     if response > longest:
         raise BadInput(
-            f"--response-tokens {response} is above rollout.max_new_tokens={longest}, the cut; lower the one, or raise the other"
+            f"--response-tokens {response} is above the limit rollout.max_new_tokens={longest}; lower the one, or raise the other"
         )
     room = min(config.learner.token_budget, architecture.max_positions) - longest
     prompt = options.prompt_tokens or max(1, min(PROMPT_TOKENS, room))

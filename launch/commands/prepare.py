@@ -26,10 +26,10 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     """
     parsed = parse_config(config_path, overrides)
     unchecked = parsed.validated()
-    # This comes first: without nodes, the devices of this machine would be checked.
+    # This check comes first: without nodes, the next ones would check the devices of this machine.
     if isinstance(unchecked, RunConfig) and unchecked.launch.nodes is None:
         raise BadInput(
-            f"{config_path}: launch.nodes is not given, so this run is on one machine: start it with `tandem train`, or give "
+            f"{config_path}: launch.nodes is not set, so this run is on one machine: start it with `tandem train`, or set "
             "launch.nodes.learner and launch.nodes.rollout"
         )
     config = load_checked(parsed, RunConfig, runs=TRAINING)
@@ -90,7 +90,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
             )
         command = role_command("learn", folder, ranks=ranks, rendezvous=meeting)
         logged = _logged_command(command, folder, "learn")
-        # Two hosts that add to one file of a shared file system overwrite each other's lines.
+        # Two hosts that append to one file of a shared file system overwrite each other's lines.
         return [comment, logged if is_host else logged.removesuffix(".log") + '-"$(hostname)".log']
 
     lines += learner_lines(f"# first node of the learner, {ranks} processes:", is_host=True)
@@ -100,7 +100,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
     return [
         *lines,
         "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run from its newest",
-        "# checkpoint; where there is none, they begin it anew.",
+        "# checkpoint; without a checkpoint they start it from the beginning.",
     ]
 
 

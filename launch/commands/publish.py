@@ -1,7 +1,7 @@
 """``tandem publish``: a run's metrics in Weights & Biases or TensorBoard, during the run or after it.
 
-It reads the run folder alone, and works on any machine that sees it: a login node has the network that a compute node
-may lack.
+It reads only the run folder, and works on any machine that sees it, such as a login node: compute nodes often have no
+network.
 """
 
 import select
@@ -28,7 +28,7 @@ from trainer.tracking.services import Service, ServiceError, TensorBoardService,
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at the metrics."""
 ASK_EVERY_S = 30.0
-"""Seconds between two questions whether the run goes on, which may go to Slurm."""
+"""Seconds between two checks whether the run is still active; a check may ask Slurm."""
 ENDED = ("finished", "failed", "stopped")
 """States that another machine sees too."""
 STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
@@ -45,13 +45,13 @@ def publish_run(
 ) -> None:
     """Copy the run's metrics to the service.
 
-    until_told: go on until standard input says how the run has ended, or ends. A learner starts it so.
+    until_told: continue until standard input says how the run has ended, or ends. A learner starts the command like this.
     Raises BadInput for a run or a service that cannot be used.
     """
     if problem := missing_package(service):
         raise BadInput(f"--to {service} {problem}")
     if service != "wandb" and (project or entity):
-        raise BadInput(f"--project and --entity are of W&B; leave them out with --to {service}")
+        raise BadInput(f"--project and --entity belong to W&B; leave them out with --to {service}")
     config = load_config(folder.config)
     metrics = folder.metrics
     if not isinstance(config, RunConfig) or folder.request.exists():
@@ -61,7 +61,7 @@ def publish_run(
         raise BadInput(f"RUN: {folder.path} has no metrics yet; {state}, and --follow waits for them")
     if until_told:
         wait = _told
-        for number in (signal.SIGINT, signal.SIGTERM):  # they are the learner's, which tells
+        for number in (signal.SIGINT, signal.SIGTERM):  # the learner handles them, and tells this process
             signal.signal(number, signal.SIG_IGN)
     else:
         wait = _followed(folder, _interrupted()) if follow else partial(_status_of, folder)
@@ -75,7 +75,7 @@ def publish_run(
 
 
 def _interrupted() -> threading.Event:
-    """Set by the first Ctrl-C, so that the copy is closed in order; a second one ends the process."""
+    """Set by the first Ctrl-C, so that the copy is closed in order. A second Ctrl-C ends the process."""
     event = threading.Event()
 
     def note(number: int, frame: object) -> None:
@@ -88,8 +88,8 @@ def _interrupted() -> threading.Event:
 
 @contextmanager
 def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[None]:
-    """Inside, no other process copies the run to the service: both would begin anew. The process of a run ``waits`` for the end
-    of another copy, or of the run. Raises BadInput."""
+    """While entered, no other process copies the run to the service, since both would copy from the start. The process of a
+    run ``waits`` for the end of another copy, or of the run. Raises BadInput."""
     lock, has_said = None, False
     while lock is None:
         try:
@@ -99,7 +99,7 @@ def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[
         except ValueError as error:
             raise BadInput(f"RUN: {error}") from error
         except BlockingIOError:
-            how = f"{folder.logs / f'publish-{service}.log'} has its output where the run itself started it"
+            how = f"if the run itself started it, its output is in {folder.logs / f'publish-{service}.log'}"
             problem = f"another process copies {folder.path} to {service}; {how}"
             if not waits:
                 raise BadInput(f"RUN: {problem}") from None
@@ -107,7 +107,7 @@ def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[
                 _say(problem)
             has_said = True
             if _told() is not None:
-                raise SystemExit(0) from None  # the other has the whole run
+                raise SystemExit(0) from None  # the other process has copied the whole run
     with lock:
         yield
 
@@ -131,13 +131,13 @@ def _say(text: str) -> None:
 
 
 def _status_of(folder: RunFolder) -> Status:
-    """How the run has ended; one that goes on has been left by the copy."""
+    """How the run has ended; if it is still active, the copy has left it."""
     state = brief_state(folder)
     return "FINISHED" if state == "finished" else "FAILED" if state == "failed" else "KILLED"
 
 
 def _followed(folder: RunFolder, interrupted: threading.Event) -> Callable[[], Status | None]:
-    """Waits a moment, and gives the status once the run has ended, or after Ctrl-C. Another machine does not see that a run
+    """Waits a moment, and returns the status once the run has ended, or after Ctrl-C. Another machine cannot see that a run
     was killed."""
     ask_at = time.monotonic()
     _say("following the run; Ctrl-C ends the copy, not the run")
@@ -154,7 +154,7 @@ def _followed(folder: RunFolder, interrupted: threading.Event) -> Callable[[], S
 
 
 def _told() -> Status | None:
-    """Waits a moment for what standard input says."""
+    """Waits a moment for a status on standard input."""
     if not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         return None
     return STATUSES.get(sys.stdin.readline().strip(), "FAILED")

@@ -1,5 +1,5 @@
 """The whole path on one machine: tiny model -> warm start -> RL -> evaluation -> Hugging Face export ->
-report. With ``--study`` also the point of it: a quantised rollout, uncorrected and corrected."""
+report. With ``--study`` also what Tandem is for: a quantised rollout, uncorrected and corrected."""
 
 import json
 import time
@@ -24,12 +24,12 @@ STUDY = (
 )  # fmt: skip
 """Settings of both runs of ``--study``, as in benchmarks/results/quantised_rollout.md."""
 STUDY_CORRECTIONS = {"clipped-against-rollout": "ppo_is", "corrected": "decoupled_seq_is"}
-"""The first takes the servers' log-probs for those of the old policy. Runs without any correction differ from corrected
-ones by no more than runs of one setting do."""
+"""The first takes the servers' log-probs for those of the old policy. A run without any correction would show nothing: it
+differs from a corrected run no more than two runs of one setting do."""
 
 
 def settings_of_machine() -> list[str]:
-    """Of the runs here. Each learner rank takes a GPU of its own."""
+    """Settings of these runs. Each learner rank takes a GPU of its own."""
     gpus = gpus_here()
     alone = ["layout.dp=1"] if gpus == 1 else []
     return [*ON_GPUS, *alone] if gpus else []
@@ -76,15 +76,15 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     write_json(folder.summary, summary, flush=True)
     if study:
         left = duration(study_s * seconds["warm_start"] / WARM_START_S)
-        text = "a rollout of int2 weights, which is another policy than the learner's: taken for the old policy, and corrected"
+        text = "a rollout of int2 weights, which is not the learner's policy: once taken for the old policy, once corrected"
         _announce(4, parts, f"{text}; about {left}")
         compare_corrections(warm, seed)
         run_folder.point_latest(folder)
 
 
 def compare_corrections(model: Path, seed: int) -> None:
-    """Train twice with a quantised rollout, in two ways; evaluate both with the learner's own weights,
-    which the servers of the runs never had; and write a report with both."""
+    """Train with a quantised rollout in two ways, evaluate both with the learner's own weights, which the servers of the
+    runs never had, and write a report with both."""
     here = [setting for setting in settings_of_machine() if setting not in STUDY]
     recipe, folders = CONFIGS / "countdown_tiny.yaml", list[RunFolder]()
     accuracies = dict[str, float | None]()

@@ -1,4 +1,4 @@
-"""``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, for others."""
+"""``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, to pass on."""
 
 import contextlib
 import os
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -> None:
-    """Write the newest weights of a run: its finished model, or the checkpoint of a resumed and stopped run,
-    which is newer. adapter: only its adapters, in peft's format. best: of the step with the best evaluation."""
+    """Write the newest weights of a run: its finished model, or a newer checkpoint if the run was resumed and stopped.
+    adapter: only its adapters, in peft's format. best: the weights of the step with the best evaluation."""
     folder = existing_run(run)
     with as_bad_input():
         check_new_folder("OUT", out)
@@ -43,8 +43,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
 
 
 def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
-    """Two exports of one run, or into one OUT, would take each other's files. None in a folder without write permission or
-    locks. Raises BadInput with ``busy`` where another process has the lock."""
+    """Lock against a second export of the run, or into the same OUT, which would take this one's files. None in a folder
+    without write permission or locks. Raises BadInput with ``busy`` if another process has the lock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return locked(path)
@@ -56,8 +56,8 @@ def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
 
 @contextlib.contextmanager
 def _writing_alone(out: Path) -> Iterator[None]:
-    """The lock beside OUT is removed while it is held, so who then holds a file that is gone has met an export that has just
-    ended."""
+    """Hold a lock beside OUT, and remove its file while holding it. A process that gets the lock of a removed file knows that
+    another export has just ended."""
     path = out.with_name(f".{out.name}.lock")
     error = f"OUT: {out} is being written by another export; wait for it, or name another folder"
     lock = _lock_where_possible(path, error)
@@ -85,7 +85,7 @@ def _best_step(folder: RunFolder) -> int:
     except ValueError as error:
         raise BadInput(f"--best: {error}; leave --best out") from error
     if step is None:
-        error = f"--best: {folder.path} has kept no best checkpoint"
+        error = f"--best: {folder.path} has no best checkpoint"
         raise BadInput(f"{error}; train with checkpoint.keep_best=eval/accuracy, or leave --best out")
     if wrong := missing(step_folder(folder.checkpoints, step)):
         raise BadInput(f"--best: the checkpoint of step {step} is not complete ({wrong}); leave --best out")
@@ -119,7 +119,7 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
 
 
 def _check_finished(run: RunFolder, *, adapter: bool) -> None:
-    """Soon: by JSON files, the weights' headers and the tokenizer. A copy of a damaged model would look like a whole one."""
+    """A quick check by the JSON files, the weights' headers and the tokenizer. A copy of a damaged model would look complete."""
     folder = run.adapter if adapter else run.hf
     try:
         problems = _adapter_problems(folder) if adapter else _model_problems(folder)
@@ -128,8 +128,8 @@ def _check_finished(run: RunFolder, *, adapter: bool) -> None:
     except ValueError as error:  # of config.json, the tokenizer or an adapter's weights
         problems = [str(error)]
     if problems:
-        damaged, instead = ("adapter", "that") if adapter else ("model", "the model")
-        fix = f"move {run.hf} away, and {instead} of the newest checkpoint is exported"
+        damaged = "adapter" if adapter else "model"
+        fix = f"move {run.hf} away to export the newest checkpoint instead"
         raise BadInput(f"RUN: its {damaged} is damaged: {'; '.join(problems)}; or {fix}")
 
 
@@ -157,12 +157,12 @@ def _adapter_problems(adapter: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
-    """copied: the finished model, which the learner of a resume renames."""
+    """copied: the finished model, which the learner of a resumed run renames."""
     try:
         yield
     except OSError as error:
         if copied is not None and not copied.exists():
-            renamed = f"RUN: {copied} was renamed while it was copied, as its run goes on; the partial copy was removed"
+            renamed = f"RUN: {copied} was renamed during the copy, since its run continues; the partial copy was removed"
             raise BadInput(f"{renamed}. The same command exports the newest weights") from error
         # shutil.Error lists an error for each file that could not be copied.
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else str(error)
@@ -200,8 +200,8 @@ def report(run: Path, against: Sequence[Path] = ()) -> None:
 
 
 def compare(runs: Sequence[Path], out: Path) -> None:
-    """Write one page with the runs over each other, and print its tables. A run that is named twice, as by a link,
-    counts once."""
+    """Write one page with the runs' curves over each other, and print its tables. A run that is named twice, such as by a
+    link, counts once."""
     from trainer.report.page import write_comparison
 
     with as_bad_input():
@@ -209,7 +209,7 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     folders = dict.fromkeys(run.resolve() for run in runs)
     if len(folders) < 2:
         raise BadInput(
-            f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `{tandem_command('report', runs[0])}`"
+            f"RUN: {runs[0]} is the only run, so there is nothing to compare; name two runs, or use `{tandem_command('report', runs[0])}`"
         )
     with as_bad_input("RUN: "):
         out.parent.mkdir(parents=True, exist_ok=True)

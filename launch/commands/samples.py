@@ -1,7 +1,7 @@
-"""``tandem samples``: what the model does. Samples of a step, or of an evaluation, by turns, and what learner and rollout say
+"""``tandem samples``: what the model does. Samples of a step or an evaluation turn by turn, and learner and rollout log-probs
 of each token.
 
-It reads the run folder alone, and works during a run.
+It reads only the run folder, and works during a run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,8 +49,8 @@ def show_samples(
     tokens: bool,
     evaluation: bool = False,
 ) -> None:
-    """Print the samples of ``step``, or of the last one, of all groups and siblings or of these. evaluation: those of the
-    evaluation after it; a run of ``tandem eval`` has no others."""
+    """Print the samples of ``step`` (None: the last one), of all groups and siblings or only of the given ones. evaluation: the
+    samples of the evaluation after it. A run of ``tandem eval`` has no others."""
     of = EVALUATION if evaluation or folder.request.exists() else STEP
     step = _chosen_step(folder, step, of)
     with as_bad_input(f"--step {step}: "):
@@ -97,7 +97,7 @@ def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample
 
 
 def decode_of(folder: RunFolder) -> tuple[Decode, str | None]:
-    """``find_decode`` of a run, whose config.yaml may be damaged."""
+    """``find_decode`` of a run. Its config.yaml may be damaged."""
     try:
         model = Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError) as error:

@@ -18,7 +18,7 @@ TYPES = dict(integer="whole number", number="number", string="text", boolean="tr
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WIDTH = 120
 MOST_CLOSE = 5
-"""Names that an unknown one is answered with, at most."""
+"""Most names that the error about an unknown name proposes."""
 Node = Mapping[str, Any]
 
 
@@ -45,7 +45,7 @@ def json_schema(kind: str) -> dict[str, Any]:
 
 
 def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
-    """Raises BadInput where there is no such field, or a part is asked for as JSON."""
+    """Raises BadInput if there is no such field, or if JSON is requested for a part."""
     if as_json:
         if field is not None:
             raise BadInput(f"FIELD: {field} has no JSON Schema of its own; leave out --json or the field")
@@ -59,12 +59,14 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         if not entries:
             # Without the titles of variants.
             known = [path for path in dict.fromkeys(paths) if "=" not in path]
-            raise BadInput(f"FIELD: {field} is no field of kind {kind}; {_fix_of_field(field, known, kind)}")
+            raise BadInput(
+                f"FIELD: {field} is not a field of kind {kind}; {_fix_of_field(field, known, kind)}"
+            )
     print("\n".join(text for _, text in entries))
 
 
 def _fix_of_field(wrong: str, known: Sequence[str], kind: str) -> str:
-    """Where the name exists, or the names that are close to it, or else the blocks to look in."""
+    """The kind that has the name, or close names, or else the blocks to look in."""
     if places := [path for path in known if path.endswith(f".{wrong}")]:
         return exists_as(places)
     command = "tandem schema" if kind == "train" else f"tandem schema --kind {kind}"
@@ -93,7 +95,7 @@ def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
         for tag, block in _blocks(field, root):
             if tag is not None:
                 yield f"{inner}.{tag}", _titled(f"-- {inner}.{tag}", block.get("description", ""))
-            # Without the field that only names its variant.
+            # The field that only names its variant is left out.
             properties = {n: field for n, field in block["properties"].items() if "const" not in field}
             yield from _entries({**block, "properties": properties}, root, f"{inner}.")
 

@@ -1,4 +1,4 @@
-"""``tandem selftest``: makes the checks of ``launch/selftest/``, tells each as it is done, and writes the report."""
+"""``tandem selftest``: makes the checks of ``launch/selftest/``, prints each result at once, and writes the report."""
 
 import sys
 import time
@@ -62,7 +62,7 @@ def _made(check: Check, bench: Bench, earlier: Sequence[Outcome], line: "Line") 
 def _tell(
     out: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping[str, Any]
 ) -> None:
-    """Print the table, then write the report. Raises OSError where that is impossible, such as on a full disk."""
+    """Print the table, then write the report. Raises OSError if that is impossible, such as on a full disk."""
     report.print_outcomes(outcomes, width=WIDTH)
     if failed := report.failures(outcomes):
         print(failed)
@@ -72,8 +72,8 @@ def _tell(
 
 
 class Line:
-    """The line of the check that is being made, with the time left. On a terminal it counts; elsewhere a check has one line
-    when it is done, and one each minute before."""
+    """The line of the current check, with the time left. A terminal shows it counting; elsewhere a check prints a line each
+    minute and one when it is done."""
 
     def __init__(self, checks: Sequence[Check], machine: Machine):
         self._checks = [check for check in checks if check.why_not_here(machine) is None]

@@ -1,4 +1,4 @@
-"""``tandem simulate``: what ranks of a run's learner take, by running their code on devices that are not there."""
+"""``tandem simulate``: what ranks of a run's learner need, found by running their code on simulated devices."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ def print_simulation(
     gpu_memory: float | None,
     json_path: Path | None,
 ) -> bool:
-    """Simulate ranks of the config's learner and print what they take. Whether all fit into the GPUs, if these are
-    given.
+    """Simulate ranks of the config's learner and print what they need. Returns whether all fit into the GPUs, if their
+    memory is given.
 
     ranks: None for the first rank of the first, a middle and the last pipeline stage.
     """
@@ -69,7 +69,7 @@ def print_simulation(
 
 
 def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]:
-    """The config, and the architecture of its model. Raises BadInput where the layout does not fit."""
+    """The config, and the architecture of its model. Raises BadInput if the layout does not fit."""
     config = load_config(path, overrides)
     if not isinstance(config, RunConfig):
         raise BadInput(f"{path}: kind: {config.kind} has no step to simulate; this command takes kind: train")
@@ -141,9 +141,7 @@ def _all_fit(path: Path, simulated: Sequence[SimulatedRank], gpu_memory: float |
     fullest = max(simulated, key=lambda rank: rank.peak)
     usable = USABLE_SHARE * gpu_memory * GIB
     if fullest.peak <= usable:
-        print(
-            f"\nfits: {size_text(fullest.peak)} of the {size_text(int(usable))} that are usable of each GPU"
-        )
+        print(f"\nfits: {size_text(fullest.peak)} of the {size_text(int(usable))} usable on each GPU")
         return True
     takes = f"rank {fullest.rank} takes {size_text(fullest.peak)} in its {fullest.fullest}"
     more = f"more than the {size_text(int(usable))} that are usable of {gpu_memory:g} GiB"

@@ -35,7 +35,7 @@ def slurm(
 ) -> None:
     """Check the config of every run and the script, before anything is written.
 
-    gpu_memory: GiB of each of the job's GPUs; None: unknown here, so that their memory is not checked.
+    gpu_memory: GiB of each of the job's GPUs; None: unknown, so their memory is not checked.
     Raises ValueError and ConfigError.
     """
     elements = script.elements(arrays)
@@ -89,7 +89,7 @@ def _check_element(element: Sequence[str], config: RunConfig, first: RunConfig) 
     if other := script.other_request(config, first):
         problems.append(f"it would ask for {other}; {script.ONE_REQUEST}")
     if element and config.resume is not None:
-        problems.append("resume: an array begins new runs; go on with each by itself")
+        problems.append("resume: an array starts new runs; resume each run by itself")
     if config.resume is not None and (why_not := why_not_free(RunFolder(config.resume))) is not None:
         problems.append(f"resume: {why_not}")
     if problems:

@@ -1,6 +1,6 @@
 """``tandem status``: the state of a run, read from its folder.
 
-It neither talks to a role nor takes a lock. It never disturbs the run, and works on any machine that sees the folder.
+It talks to no role and takes no lock, so it never disturbs the run. It works on any machine that sees the folder.
 """
 
 import re
@@ -46,7 +46,7 @@ CONFIG = {"name": str, "steps": int}
 JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
 OWN_RESULT = {"model": str}
-"""Fields of summary.json of a warm start, an evaluation or a study, which is written at its end. A training run's has no model."""
+"""Fields of the summary.json that a warm start, an evaluation or a study writes at its end. A training run's has no model."""
 SILENT = "Slurm does not say"
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
@@ -73,7 +73,7 @@ class Status:
 def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] | None = None) -> Status:
     """The state of a run, read from its folder.
 
-    now: seconds since the epoch; None: this moment. rows: of metrics.jsonl, where the caller has read them.
+    now: seconds since the epoch; None: this moment. rows: of metrics.jsonl, if the caller has read them.
     """
     now = time.time() if now is None else now
     damaged: list[str] = []
@@ -107,7 +107,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
 
 
 def _read(read: Callable[[Path], Content], file: Path, damaged: list[str]) -> Content | None:
-    """What ``read`` gives of a file; None where it is missing or cannot be read, with why not in ``damaged``."""
+    """The result of ``read`` for a file. None if the file is missing or cannot be read; ``damaged`` then gets the reason."""
     try:
         return read(file)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def brief_state(folder: RunFolder) -> str:
 
 def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
-    left when it ended. A finished run that was resumed to more steps has its old results until it is finished again."""
+    left when it ended. A finished run that was resumed for more steps keeps its old results until it is finished again."""
     if folder.holders() or in_slurm.startswith("RUNNING"):
         request = read_file(folder.address("stop"), {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
@@ -138,7 +138,7 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     if done is not None and folder.has_final_model() and (config is None or done >= config["steps"]):
         return "finished"
     if stopped := read_file(folder.address("stopped"), {"step": int, "reason": str}, damaged):
-        again = f"it goes on with `{next_command(folder)}`"
+        again = f"it continues with `{next_command(folder)}`"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
@@ -158,11 +158,11 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         ended, unless = f"not running: {in_slurm}; `{logs}` says why", ""
     if folder.newest_checkpoint() is None:
         return ended
-    return f"{ended}; {unless}it goes on with `{next_command(folder)}`"
+    return f"{ended}; {unless}it continues with `{next_command(folder)}`"
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
-    """What a warm start, an evaluation or a study has found."""
+    """The results of a warm start, an evaluation or a study."""
     result = read_file(folder.summary, OWN_RESULT, []) or {}
     study = (read_file(folder.request, {}, []) or {}).get("study")
     accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
@@ -189,8 +189,7 @@ def _progress_lines(
 ) -> list[tuple[str, str]]:
     """Step, pace and results.
 
-    steps: of the whole run; None where unknown. ago: seconds since the last step of a run that goes on; adds the time
-    left.
+    steps: of the whole run; None if unknown. ago: seconds since the last step of an active run; adds the time left.
     """
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
@@ -216,7 +215,7 @@ def _progress_lines(
 
 
 def _accuracies_text(accuracies: Mapping[int, float]) -> str:
-    """The last accuracies by step, the newest first, as a narrow terminal cuts the end; then the best and the first, where
+    """The last accuracies by step, the newest first since a narrow terminal cuts the end; then the best and the first, if
     they are not among them. Of equal ones the earliest is the best, as for the best checkpoint."""
     last = sorted(accuracies, reverse=True)[:LAST_ACCURACIES]
     best = [] if not last else [max(accuracies, key=lambda step: (accuracies[step], -step))]
@@ -230,7 +229,7 @@ def _accuracies_text(accuracies: Mapping[int, float]) -> str:
 
 
 def _full_pace(trained: Sequence[dict], pace: float) -> float:
-    """Seconds from one step to the next, with checkpoints and without evaluations; ``pace`` where two steps are not
+    """Seconds from one step to the next, including checkpoints but not evaluations; ``pace`` if fewer than two steps are
     known."""
     first, *others = trained[-PACE_STEPS - 1 :]
     last = others[-1] if others else first
@@ -260,7 +259,7 @@ def _checkpoint_text(folder: RunFolder, now: float) -> str:
 
 
 def _model_line(folder: RunFolder) -> list[tuple[str, str]]:
-    """For a run that went on past its model, and has no newer one yet."""
+    """The line for a run that continued after its model was written, and has no newer model yet."""
     newest = folder.newest_checkpoint()
     older = [path.name for path in (folder.hf, *folder.path.glob(f"{folder.hf.name}-*")) if path.is_dir()]
     if newest is None or not older or folder.has_final_model():
@@ -270,8 +269,8 @@ def _model_line(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def _slurm_state(job: dict) -> str:
-    """The state of a job by Slurm, with its nodes, why it waits or has failed, and the time left of one that runs; "" where
-    there is no Slurm or it has forgotten the job; begins with SILENT where Slurm does not say."""
+    """The state of a job by Slurm, with its nodes, why it waits or has failed, and the time left if it runs. "" if there is
+    no Slurm, or it has forgotten the job. Begins with SILENT if Slurm does not answer."""
     if shutil.which("squeue") is None:
         return ""
     try:
@@ -297,11 +296,11 @@ def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple
 
 
 def _activity_lines(folder: RunFolder, now: float) -> list[tuple[str, str]]:
-    """The activity of each role and, of many ranks, of those with the longest activity."""
+    """The activity of each role. If there are many ranks, only those with the longest activities are listed."""
     beats = sorted(read_beats(folder), key=lambda pair: (pair[0].who.startswith("learner"), -pair[0].lasts_s))
     lines = []
     for beat, written in beats[:BEATS]:
-        last_sign = f"heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})"
+        last_sign = f"last sign of life {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})"
         lines.append(("doing", f"{beat.who}: {beat.text()}; {last_sign}"))
     if len(beats) > BEATS:
         lines.append(("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long"))

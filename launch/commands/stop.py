@@ -1,13 +1,13 @@
 """``tandem stop``: asks a run to stop, waits until it has ended, and says what was saved.
 
-    a run on this machine    SIGUSR1 to the process that holds the run's lock, which takes it as often as it comes for one
-                             request (launch/processes/stopping.py); with --now SIGUSR2, which does what Ctrl-C does and is
-                             heard in the background too (launch/processes/supervisor.py)
-    a Slurm job              SIGTERM to its batch script alone: stopped with a checkpoint, and not requeued
-    another host             it is named, and nothing is done
+    a run on this machine    SIGUSR1 to the process that holds the run's lock; however often it comes, it is one request
+                             (launch/processes/stopping.py). With --now SIGUSR2, which acts like Ctrl-C and also works in
+                             the background (launch/processes/supervisor.py)
+    a Slurm job              SIGTERM to its batch script alone: the run stops with a checkpoint, and is not requeued
+    another host             the message names it, and nothing is done
 
-A signal goes to a process only once that process is seen to have the lock's file open. It is sent through a handle of
-this process (pidfd), so that it cannot reach another one that got the same number meanwhile.
+A signal is sent only to a process that is seen to have the lock's file open. It is sent through a handle of that process
+(pidfd), so it cannot reach another one that got the same number in the meantime.
 """
 
 import os
@@ -34,14 +34,14 @@ from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S, read_file
 
 HEARD_OF_S = SHARED_FOLDER_S + MISSED * BEAT_S
-"""A role that was heard of this long ago may still be running on another host."""
+"""A role whose last sign of life is at most this old may still be running on another host."""
 SLURM_LOOK_S = 5.0
 KILLED_S = 30.0
 """Time for the supervisor to end every process, beside the grace that these have."""
 
 
 def stop(folder: RunFolder, *, now: bool) -> int:
-    """Stop the run, and wait for its end. Returns the exit code: 0 where it runs no more.
+    """Stop the run, and wait for its end. Returns the exit code: 0 if it no longer runs.
 
     now: end every process at once, as Ctrl-C does, without another checkpoint.
     """
@@ -49,14 +49,14 @@ def stop(folder: RunFolder, *, now: bool) -> int:
         return _stop(folder, now=now)
     except KeyboardInterrupt:
         state = tandem_command("status", folder.path)
-        print(f"\nno longer waiting; the request stands: `{state}`", file=sys.stderr)
+        print(f"\nno longer waiting, but the request stands; `{state}` shows its progress", file=sys.stderr)
         return 130
 
 
 def _stop(folder: RunFolder, *, now: bool) -> int:
     try:
         job = running_elsewhere(folder)
-    except RuntimeError as error:  # nothing is sent to a process here: it may be a part of the job
+    except RuntimeError as error:  # send no signal to a process here: it may be part of the job
         return _refuse(str(error))
     if job is not None:
         return _stop_job(folder, job, now=now)
@@ -67,7 +67,9 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
         handle = os.pidfd_open(holders[0])
     except OSError:  # in another container, whose processes have no number here; or it has just ended
         if folder.holders():
-            return _refuse(f"{folder.path} runs here, in another container: call `tandem stop` there")
+            return _refuse(
+                f"{folder.path} runs on this machine in another container: call `tandem stop` there"
+            )
         return _stop_none(folder)
     number = signal.SIGUSR2 if now else signal.SIGUSR1
     try:
@@ -80,7 +82,7 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
 
 
 def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
-    """Why the process is not to get the signal; None where it is the run's supervisor, and takes it."""
+    """Why the process must not get the signal; None if it is the run's supervisor and handles the signal."""
     who = f"pid {pid}, which runs {folder.path}"
     lock, process = folder.lock.stat(), Path(f"/proc/{pid}")
     try:
@@ -92,11 +94,11 @@ def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
         owner = _name_of(process.stat().st_uid)
         return f"{who}, is of user {owner}, and you are {_name_of(os.getuid())}: only {owner} and root can stop it"
     except FileNotFoundError:
-        return f"{who}, has just ended; `{tandem_command('status', folder.path)}` tells how"
+        return f"{who}, has just ended; `{tandem_command('status', folder.path)}` says how"
     if not any(os.path.samestat(lock, file) for file in files):
-        return f"{who} by the kernel's table of locks, does not have its lock open: nothing was sent to it"
+        return f"{who} by the kernel's table of locks, does not have its lock open: no signal was sent"
     if not int(caught.split()[1], 16) >> (number - 1) & 1:
-        return f"{who}, takes no requests yet; call `tandem stop` again in a moment"
+        return f"{who}, does not accept requests yet; call `tandem stop` again in a moment"
     return None
 
 
@@ -137,15 +139,17 @@ def _stop_job(folder: RunFolder, job: str, *, now: bool) -> int:
 
 
 def _stop_none(folder: RunFolder) -> int:
-    """Where no process of this machine, and no job, runs the folder."""
+    """The answer if no process of this machine and no job runs the folder."""
     state = status(folder).state
     beats = [(beat, time.time() - written) for beat, written in read_beats(folder)]
     here, alive = socket.gethostname(), living_roles(folder)
     heard = [(beat, ago) for beat, ago in beats if ago < HEARD_OF_S and (beat.host != here or beat in alive)]
     if heard and state.startswith(("not running", "running")):
         beat, ago = min(heard, key=lambda pair: pair[1])
-        where = f"{beat.host} ({beat.who} was heard of {max(ago, 0):.0f} s ago)"
-        return _refuse(f"no process of {folder.path} is seen here, but on {where}: call `tandem stop` there")
+        where = f"{beat.host} ({beat.who} gave a sign of life {max(ago, 0):.0f} s ago)"
+        return _refuse(
+            f"{folder.path} does not run on this machine, but on {where}: call `tandem stop` there"
+        )
     print(f"{folder.path} is not running: {state}")
     return 0
 
@@ -153,8 +157,9 @@ def _stop_none(folder: RunFolder) -> int:
 def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -> int:
     """Wait for the end of a run that was asked to stop. ``has_ended`` takes the seconds that it may wait."""
     config = _config_of(folder)
-    limits = LaunchConfig() if config is None else config.launch  # of another version: those of the schema
-    at_once = now or _command_of(folder) != "train"  # which alone leaves checkpoints
+    # A config of another version cannot be read: the schema's defaults stand in for its limits.
+    limits = LaunchConfig() if config is None else config.launch
+    at_once = now or _command_of(folder) != "train"  # only training leaves checkpoints
     deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if at_once else limits.stop_timeout_s)
     in_order = "the step is finished or dropped, then a checkpoint is written"
     what = "every process is ended" if at_once else in_order
@@ -166,7 +171,7 @@ def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -
             is_late = waited > deadline_s
     if is_late:
         return _refuse(
-            f"{folder.path} has not ended within {deadline_s:.0f} s; `{tandem_command('status', folder.path)}` tells what it is "
+            f"{folder.path} has not ended within {deadline_s:.0f} s; `{tandem_command('status', folder.path)}` shows what it is "
             f"doing, and `{tandem_command('stop', folder.path, '--now')}` ends it without a checkpoint"
         )
     state = status(folder).state

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launch.studies.mismatch_plan import Request
 
 HERE = "launch.nodes=null"
-"""An override for studies of layouts, which run on this machine whatever nodes the config trains on."""
+"""An override for studies of layouts. They run on this machine, even if the config trains on several nodes."""
 
 
 def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: bool) -> None:

@@ -29,12 +29,12 @@ from launch.tables import aligned
 from parallel.planning.memory import size_text
 
 OF_EVERY_RUN = ("name", "resume", "launch.runs_dir")
-"""Settings that the sweep gives its runs itself, or that all have in common."""
+"""Settings that the sweep itself sets for each run, or that all runs share."""
 INSTEAD_OF_NODES = "use `tandem slurm CONFIG --array KEY=V1,V2`, or set launch.nodes=null"
 
 
 def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going: bool, dry_run: bool) -> None:
-    """Raises BadInput and ConfigError before anything starts; RoleFailed where a run failed; RunStopped after Ctrl-C."""
+    """Raises BadInput and ConfigError before anything starts; RoleFailed if a run failed; RunStopped after Ctrl-C."""
     varied = [text for text in overrides if _is_list(text)]
     fixed = [text for text in overrides if text not in varied]
     _check_keys(varied, fixed)
@@ -76,7 +76,7 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
 
 
 def _is_list(override: str) -> bool:
-    """Whether an override has several values; a comma inside brackets or quotes is of one value."""
+    """Whether an override has several values; a comma inside brackets or quotes belongs to one value."""
     value = override.partition("=")[2]
     return "," in re.sub(r"\[.*\]|\{.*\}|\"[^\"]*\"|'[^']*'", "", value)
 
@@ -84,7 +84,7 @@ def _is_list(override: str) -> bool:
 def _check_keys(varied: Sequence[str], fixed: Sequence[str]) -> None:
     if not varied:
         raise BadInput(
-            "KEY=V1,V2: no key has several values; name one, such as seed=0,1,2, or take `tandem train`"
+            "KEY=V1,V2: no key has several values; give one, such as seed=0,1,2, or use `tandem train`"
         )
     keys = {text.partition("=")[0] for text in varied}
     for key in (key for key in OF_EVERY_RUN if key in keys):
@@ -99,9 +99,9 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
     """The runs. Raises ConfigError with the problems of all of them, each once; notes are printed once, too."""
     parsed, cells = parse_config(config_path, fixed), list[Cell]()
     base = parsed.validated()
-    # All of them would go on in one folder, each with the weights of the one before.
+    # All runs would continue in one folder, each with the weights of the previous one.
     if isinstance(base, RunConfig) and base.resume is not None:
-        raise BadInput("resume: a sweep goes on by itself, by the same command; leave it out")
+        raise BadInput("resume: the same command continues a sweep; leave resume out")
     problems, said, shown = dict[Problem, None](), io.StringIO(), dict[str, None]()
     for element in elements:
         name = run_name(base.name, element)
@@ -117,30 +117,32 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
     if problems:
         raise ConfigError([*problems])
     if len({cell.name for cell in cells}) < len(cells):
-        raise BadInput("KEY=V1,V2: two values give one name of a run; write them apart in letters and digits")
+        raise BadInput(
+            "KEY=V1,V2: two values give the same run name; write values that differ in letters and digits"
+        )
     if len({cell.config.model_dump_json(exclude={"name"}) for cell in cells}) < len(cells):
         raise BadInput("KEY=V1,V2: two of the runs have the same settings; give each value once")
     return cells
 
 
 def _check_memory(made: Sweep, cells: Sequence[Cell]) -> None:
-    """Runs of an earlier call must be of the same settings. Raises BadInput with all that are not."""
+    """Runs of an earlier call must have the same settings. Raises BadInput with all that differ."""
     changes = [f"{cell.name}: {'; '.join(changed)}" for cell in cells if (changed := made.changed(cell))]
     if changes:
         listed = "\n  ".join(changes)
         raise BadInput(
             f"{made.memory}: runs of this sweep were begun with other settings:\n  {listed}\n"
-            "give the sweep another name=, or remove that file to begin every run anew"
+            "give the sweep another name=, or remove that file to start every run from the beginning"
         )
 
 
 def _devices(cells: Sequence[Cell], jobs: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES for each run at a time. Raises BadInput where the machine is too small for so many."""
+    """CUDA_VISIBLE_DEVICES for each run at a time. Raises BadInput if the machine is too small for that many."""
     if jobs == 1:
         return [None]
     if ports := {cell.config.rollout.first_port for cell in cells} - {None}:
         raise BadInput(
-            f"--jobs {jobs}: rollout.first_port={ports.pop()} is of one run at a time; set it to null"
+            f"--jobs {jobs}: rollout.first_port={ports.pop()} allows one run at a time; set it to null"
         )
     gpus, needed = gpus_here(), max(ranks_of_machine(cell.config) for cell in cells)
     if gpus:
@@ -157,7 +159,9 @@ def _devices(cells: Sequence[Cell], jobs: int) -> list[str | None]:
         raise BadInput(f"--jobs {jobs}: a run takes {each}, and this machine has {device.text}; lower --jobs")
     busy, cores = max(_busy_cores(cell.config) for cell in cells), len(os.sched_getaffinity(0))
     if jobs * busy > cores:
-        text = f"a run keeps {busy} cores busy, and {cores} are here: runs at a time slow each other down"
+        text = (
+            f"a run keeps {busy} cores busy, and this machine has {cores}: parallel runs slow each other down"
+        )
         print(f"# --jobs {jobs}: {text}", flush=True)
     return [None] * jobs
 
@@ -170,7 +174,7 @@ def _busy_cores(config: RunConfig) -> int:
 
 def _so_far(made: Sweep, cells: Sequence[Cell]) -> str:
     finished = sum(map(made.is_finished, cells))
-    return f"{finished} of {counted(len(cells), 'run')} finished; the same command goes on with the others"
+    return f"{finished} of {counted(len(cells), 'run')} finished; the same command continues with the others"
 
 
 def _compare(made: Sweep, cells: Sequence[Cell]) -> None:

@@ -26,7 +26,7 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
     print(f"steps {_listed(found)}; (any): at least one of them is open")
     print(f"trace: {out}; open it in https://ui.perfetto.dev, which keeps it on this machine", flush=True)
     if profiles := sorted(folder.trace.glob("torch-rank-*.json")):
-        print(f"torch's profiler, on a clock of its own: {', '.join(map(str, profiles))}", flush=True)
+        print(f"torch's profiler, on its own clock: {', '.join(map(str, profiles))}", flush=True)
 
 
 def recorded(folder: RunFolder, steps: int | None) -> Trace:
@@ -36,8 +36,8 @@ def recorded(folder: RunFolder, steps: int | None) -> Trace:
     if not found.steps:
         state = "has traced no whole step yet" if found.processes else "has no trace"
         raise BadInput(
-            f"RUN: {folder.path} {state}; a run records steps 2 and 3 with `tandem train CONFIG tracking.trace.steps=2`, and one that "
-            "goes on with `tandem resume RUN tracking.trace.first=STEP tracking.trace.steps=2`"
+            f"RUN: {folder.path} {state}; to record steps 2 and 3 use `tandem train CONFIG tracking.trace.steps=2`, or to record steps "
+            "of a resumed run `tandem resume RUN tracking.trace.first=STEP tracking.trace.steps=2`"
         )
     if steps is not None and steps > len(found.steps):
         raise BadInput(f"--steps {steps}: {folder.path} has traced {len(found.steps)}: {_listed(found)}")
@@ -49,8 +49,8 @@ def _listed(found: Trace) -> str:
 
 
 def table_rows(found: Sequence[Parts]) -> Iterator[tuple[str, ...]]:
-    """Of each role without ranks, and of the learner's first rank; the last column has the least and the greatest of all
-    ranks."""
+    """The parts of each role without ranks, and of the learner's first rank. The last column has the least and the greatest
+    value of all ranks."""
     ranks = [parts for parts in found if parts.process.who.startswith("rank-")]
     for parts in [*(parts for parts in found if parts not in ranks), *ranks[:1]]:
         others = ranks if parts in ranks else []

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 WITHOUT_NODES = "set launch.nodes=null"
 FEW_STEPS = 100
-"""So many are soon done again: that nothing saves them needs no line."""
+"""A run of at most this many steps is soon repeated, and needs no warning that nothing saves them."""
 
 
 def train(
@@ -67,9 +67,9 @@ def train(
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     if (newest := folder.newest_checkpoint()) is not None:
-        print(f"goes on from step {step_of(newest)}, {newest}", flush=True)
+        print(f"continues from step {step_of(newest)}, {newest}", flush=True)
     if config.steps > FEW_STEPS and not config.checkpoint.every and config.checkpoint.keep_best is None:
-        lost = "checkpoint.every=0: Ctrl-C, or a learner that is killed, loses every step from here on"
+        lost = "checkpoint.every=0: Ctrl-C or a killed learner loses every step from here on"
         print(f"{lost}; `{tandem_command('stop', folder.path)}` and SIGTERM save them", flush=True)
     ending = stopping.ending(folder)
     try:
@@ -89,7 +89,7 @@ def train(
             )
     except RoleFailed as failure:
         raise RoleFailed(
-            f"{failure}\n{after_end(folder, config, '. When the cause is mended, ')}"
+            f"{failure}\n{after_end(folder, config, '. When the cause is fixed, ')}"
         ) from failure
     except Interrupted:
         ended = "interrupted; every process of the run has ended"
@@ -101,10 +101,10 @@ def train(
 
 
 def finished_line(config: RunConfig, *, in_job: bool = False) -> str:
-    """The line for a run that is to go on and has done all its steps; "" otherwise. It is no error: whoever starts a run
-    again until it is finished, as a job of Slurm does, is done.
+    """The line for a run that is resumed but has done all its steps; "" otherwise. This is not an error: a Slurm job, for
+    example, restarts a run until it is finished.
 
-    in_job: it was to go on in a job of Slurm."""
+    in_job: it was resumed in a Slurm job."""
     if config.resume is None:
         return ""
     folder = RunFolder(config.resume)
@@ -121,7 +121,7 @@ def print_message(text: str) -> None:
 
 @contextlib.contextmanager
 def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) -> Iterator[None]:
-    """Inside, stopped processes (SIGSTOP) are found and killed, and a failure names them as its cause."""
+    """While entered, stopped processes (SIGSTOP) are found and killed, and a failure names them as its cause."""
     with Watch(folder, timeout_s=config.launch.heartbeat_timeout_s, started=supervisor.processes) as watch:
         try:
             yield
@@ -133,7 +133,8 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 
 
 def after_end(folder: RunFolder, config: RunConfig, then: str) -> str:
-    """What a failed or interrupted run has saved, then the command that goes on or, behind the last step, makes the report."""
+    """What a failed or interrupted run has saved, then the command that continues it or, after the last step, makes the
+    report."""
     if is_finished(folder, config):
         return without_report(folder)
     newest = folder.newest_checkpoint()
@@ -143,7 +144,7 @@ def after_end(folder: RunFolder, config: RunConfig, then: str) -> str:
 
 
 def without_report(folder: RunFolder) -> str:
-    """For a run whose learner ended after it had written the model, so that no `tandem resume` goes on with it."""
+    """The line for a run whose learner ended after it had written the model. `tandem resume` has nothing to continue then."""
     report = tandem_command("report", folder.path)
     return f"All steps are done, and the model is in {folder.hf}; `{report}` makes the report again"
 
@@ -158,7 +159,7 @@ def resume(
     kind = layers[0].at(["kind"]) if layers else None
     if kind is not None and kind.plain() == "sft":
         raise BadInput(
-            f"RUN: {run} is a warm start, which saves nothing to go on from; {way_on(folder, 'sft')}"
+            f"RUN: {run} is a warm start, which saves no checkpoint to continue from; {way_on(folder, 'sft')}"
         )
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -197,7 +198,7 @@ def evaluate(
     from trainer.file_system import write_whole
     from trainer.tracking import samples
 
-    # No learner takes part, which would bring weights to a server that was started again.
+    # There is no learner that could send weights to a restarted server.
     rollout = config.rollout.model_copy(update={"max_server_restarts": 0})
     config = config.model_copy(update={"layout": ONE_PROCESS, "rollout": rollout})
     folder = new_run(config, f"{config.name}-eval")
@@ -227,7 +228,7 @@ def evaluate(
 
 
 def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[str]]:
-    """The config and the overrides by which a run's own model is evaluated. Its config names the model that it began with."""
+    """The config and the overrides that evaluate a run's own model. The run's config names the model that it began with."""
     if not folder.has_final_model():
         refuse_warm_start(folder)
         export = tandem_command("export", folder.path, "OUT")
@@ -261,12 +262,12 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
             summary[f"{kind}_failed"] = {name: one.failed for name, one in results.items()}
             text += "".join(f", {name} {_accuracy_text(one)}" for name, one in results.items())
     if result.first_failure is not None:
-        text += f"; a failed reward counts as wrong; the first, of {result.first_failure}"
+        text += f"; a failed reward counts as wrong; the first: {result.first_failure}"
     return summary, text
 
 
 def _accuracy_text(result: "EvaluationResult", of: str = "") -> str:
-    """With one standard error, which a single problem does not have, and the rewards that failed."""
+    """The accuracy with its standard error (a single problem has none) and the number of failed rewards."""
     error = f" ± {result.accuracy_error:.4f}" if result.accuracy_error is not None else ""
     failed = f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
     return f"{result.accuracy:.4f}{error}{of}{failed}"
@@ -275,7 +276,7 @@ def _accuracy_text(result: "EvaluationResult", of: str = "") -> str:
 def _to_run_here(
     parsed: ParsedConfig, kind: type[Config], roles: Sequence[str], *, dry_run: bool, gpu_memory: float | None
 ) -> Config | None:
-    """The checked config of roles that all run on this machine. None after a dry run, which is printed."""
+    """The checked config of roles that all run on this machine. None after a dry run, which this function prints."""
     config = load_checked(parsed, kind, runs=roles, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
     if dry_run:
         print_dry_run(config, roles, gpu_memory)
@@ -286,15 +287,14 @@ def _to_run_here(
 
 def _refuse_other_machines(gpu_memory: float | None) -> None:
     if gpu_memory is not None:
-        error = f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one"
+        error = f"--gpu-memory {gpu_memory:g} describes the GPUs of other machines"
         raise BadInput(f"{error}; use it with --dry-run, or leave it out")
 
 
 def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) -> None:
-    """Print the results of a run, their places, and commands for next steps. Paths and commands hold in any
-    folder.
+    """Print the results of a run, their paths, and commands for next steps. Paths and commands are valid in any folder.
 
-    in_job: a job of Slurm has run it, and its next steps are another one's."""
+    in_job: a Slurm job has run it, and its next steps need another job."""
     from trainer.tracking.mlflow_thread import tracking_uri
 
     summary = json.loads(folder.summary.read_text())
@@ -318,15 +318,15 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
     if folder.newest_checkpoint() is not None:
         path, more = folder.path, f"steps={2 * summary['steps']}"
         job = tandem("slurm", folder.config, f"resume={path}", more, "--submit")
-        print(f"go on:       {job if in_job else tandem('resume', path, more)}")
-    if isinstance(config.task, CountdownTask):  # the quickstart's; others are the user's own already
+        print(f"continue:    {job if in_job else tandem('resume', path, more)}")
+    if isinstance(config.task, CountdownTask):  # the quickstart's task
         init = tandem("init", "FOLDER")
-        print(f"your own:    {init} writes a config, a reward and example data to begin with")
+        print(f"your own:    {init} writes a config, a reward and example data to start from")
     sys.stdout.flush()
 
 
 def _typed_here(name: str, *arguments: object) -> str:
-    """A command as it can be typed here: by its name where that is on the path, else by its path beside this interpreter."""
+    """A command as it can be typed here: by its name if that is on the path, else by its path beside this interpreter."""
     beside = Path(sys.executable).with_name(name)
     program = name if shutil.which(name) or not beside.exists() else beside
     return shlex.join(map(str, (program, *arguments)))

@@ -1,7 +1,7 @@
-"""``tandem watch``: a run in the terminal while it goes on, or behind its end. Curves, the parts of the last step, what
+"""``tandem watch``: a run in the terminal, while it runs or after its end. Curves, the parts of the last step, what
 the roles do, and the newest samples.
 
-Like ``tandem status`` it reads the folder alone, and disturbs nothing.
+Like ``tandem status`` it only reads the folder, and disturbs nothing.
 """
 
 import math
@@ -60,7 +60,7 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
         return
     if not console.is_terminal:
         raise BadInput("watch needs a terminal; add --once to print one picture into a file or a pipe")
-    # Ctrl-C also where the parent ignored it, as background jobs of scripts inherit: there is no other key to leave by.
+    # Ctrl-C must work even if the parent ignored it, as for background jobs of scripts: no other key ends the view.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -83,7 +83,7 @@ def _parts(
 
 
 def _screen(parts: Sequence[tuple[str, RenderableType]]) -> Layout:
-    """The panels one below the other, as high as they are; the samples take what is left, and are cut there."""
+    """The panels one below the other at full height. The samples get the remaining height, and are cut to it."""
     panels = []
     for title, part in parts:
         height = part.row_count if isinstance(part, Table) else str(part).count("\n") + 1
@@ -106,8 +106,8 @@ def curves(rows: Sequence[dict]) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """A character per value or, where they are more than ``width``, per mean of neighbours; the lowest bar is the least
-    of them, the highest the greatest."""
+    """A character per value or, for more than ``width`` values, per mean of neighbours. The lowest bar is the least value,
+    the highest the greatest."""
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
     cuts = [len(finite) * place // count for place in range(count + 1)] if count else []
@@ -142,11 +142,11 @@ def _samples(folder: RunFolder, decode: Callable[[], Decode]) -> RenderableType:
     file = sample_file(folder.samples, steps[-1])
     try:
         return _transcript(file, file.stat().st_mtime_ns, decode)
-    except (OSError, ValueError) as error:  # a resumed run may remove it
+    except (OSError, ValueError) as error:  # a resumed run may have removed it
         return Text(str(error))
 
 
 @lru_cache(maxsize=1)
 def _transcript(file: Path, written: int, decode: Callable[[], Decode]) -> RenderableType:
-    """Kept until a newer file is there, or ``written`` has changed: the text of long samples takes seconds to make."""
+    """Cached until there is a newer file, or ``written`` changes: rendering long samples takes seconds."""
     return Group(*transcript(read_samples(file)[:MOST_SAMPLES], decode(), tokens=False))

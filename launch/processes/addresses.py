@@ -15,18 +15,17 @@ SOMEWHERE = ("203.0.113.1", 9)
 
 GLOO_AND_TENSORPIPE = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 AS_IN_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang 0.5.23 sets in a server's processes where the environment does not (``_set_envs_and_config``). NCCL decides by
-them how two ranks share memory, and does not compare them: a group of learner and servers that differ fails or hangs as it
-connects (NovaSky-AI/SkyRL#143, NVIDIA-NeMo/RL#564)."""
+"""Variables that SGLang 0.5.23 sets in a server's processes if the environment does not (``_set_envs_and_config``). They decide
+how NCCL shares memory between two ranks, and NCCL does not compare them. If learner and servers differ, their group fails or
+hangs as it connects (NovaSky-AI/SkyRL#143, NVIDIA-NeMo/RL#564)."""
 
 
 def own_address(nodes: NodesConfig | None) -> str:
     """The IPv4 address of this host in a run.
 
-    The loopback address where the run is on one machine. Else, in this order: the address of
+    The loopback address if the run is on one machine. Else, in this order: the address of
     ``nodes.interface``; that of this host's name, unless it is a loopback address; that of the default route.
-    Raises ValueError where the interface has no address, or where none is given and no other host can be
-    reached.
+    Raises ValueError if the interface has no address, or if none is given and no other host can be reached.
     """
     if nodes is None:
         return LOOPBACK
@@ -35,19 +34,19 @@ def own_address(nodes: NodesConfig | None) -> str:
     address = _host_name_address() or _default_route_address()
     if address is None:
         raise ValueError(
-            f"launch.nodes: the name of this host ({socket.gethostname()}) stands for no address that others could reach, and there is no "
+            f"launch.nodes: the name of this host ({socket.gethostname()}) has no address that others can reach, and there is no "
             f"default route; set launch.nodes.interface to one of: {_interfaces_here()}"
         )
     return address
 
 
 def role_environment(nodes: NodesConfig | None) -> dict[str, str]:
-    """Environment variables that make gloo, NCCL and tensorpipe use the interface of ``own_address``, and NCCL alike in
-    learner and servers.
+    """Environment variables that make gloo, NCCL and tensorpipe use the interface of ``own_address``, and give learner and
+    servers the same NCCL settings.
 
-    On one machine that is the loopback interface, whatever the environment says, since their ports have no
+    On one machine this is the loopback interface, whatever the environment says, since their ports have no
     password. On several nodes without ``nodes.interface``, NCCL finds the fastest interface by itself, and
-    variables that are set already are kept.
+    variables that are already set are kept.
     """
     alike = {name: value for name, value in AS_IN_SERVERS.items() if name not in os.environ}
     return _interfaces(nodes) | alike
@@ -101,7 +100,7 @@ def _host_name_address() -> str | None:
         resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
     except socket.gaierror:
         return None
-    # An old entry may resolve the name to an address of another host.
+    # An outdated entry may resolve the name to another host's address.
     own = {address for addresses in _addresses().values() for address in addresses}
     candidates = (str(address[0]) for *_, address in resolved)
     return next((one for one in candidates if one in own and not one.startswith("127.")), None)

@@ -1,4 +1,4 @@
-"""How a run that has ended goes on: one answer for all that say it (train, status, stop and the job of Slurm)."""
+"""How to continue a run that has ended: one answer for all who print it (train, status, stop and the Slurm job)."""
 
 import re
 import shlex
@@ -8,10 +8,10 @@ from rollout.terminal_text import tandem_command
 
 
 def next_command(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:
-    """The command that goes on from the newest checkpoint or, without one, begins anew.
+    """The command that continues from the newest checkpoint or, without one, starts from the beginning.
 
-    command: what begins such a run on this machine. here: it goes on on this machine, though a job of Slurm may have
-    run it before.
+    command: the command that starts such a run on this machine. here: the run continues on this machine, even if a Slurm job
+    ran it before.
     """
     is_saved = folder.newest_checkpoint() is not None
     has_script = folder.script.exists()
@@ -23,18 +23,18 @@ def next_command(folder: RunFolder, command: str = "train", *, here: bool = Fals
 
 
 def job_command(folder: RunFolder) -> str:
-    """The same, in a job of Slurm with a batch script of its own."""
+    """The same, in a Slurm job with its own batch script."""
     resume = [f"resume={folder.path}"] if folder.newest_checkpoint() is not None else []
     return tandem_command("slurm", folder.config, *resume, "--submit")
 
 
 def _is_of_another(folder: RunFolder) -> bool:
-    """Whether the batch script runs another folder: that from which this one was moved or copied."""
+    """Whether the batch script runs another folder, from which this one was moved or copied."""
     runs = re.search(r" -m launch job (.+)$", folder.script.read_text(), re.MULTILINE)
     return runs is not None and runs[1] != shlex.quote(str(folder.path.resolve()))
 
 
 def way_on(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:
     """The same, as the end of a sentence."""
-    verb = "start again" if folder.newest_checkpoint() is None else "go on"
+    verb = "start again" if folder.newest_checkpoint() is None else "continue"
     return f"{verb} with `{next_command(folder, command, here=here)}`"

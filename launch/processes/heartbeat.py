@@ -7,10 +7,10 @@ killed.
     its guard, a process ── roles/NAME.stopped ──────> that the role itself was stopped
     (rollout/servers/session_guard.py)
 
-A process is killed for its state, never for time alone: when the kernel reports it as stopped at every look of
-``heartbeat_timeout_s``. Its death is then like any other, and its waiters notice it at once. A running process
-is only reported, however slow it is, since a long transfer and a hanging one look alike. On several nodes,
-pulses and guards run on each; their files come through the shared folder, up to a minute late.
+A process is killed for its state, never for time alone: the kernel must report it as stopped at every look of
+``heartbeat_timeout_s``. Processes that wait for it then notice its death at once. A slow running process is only
+reported, since a long transfer and a hanging one look alike. On several nodes, pulses and guards run on each; their
+files come through the shared folder, up to a minute late.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from trainer.file_system import SHARED_FOLDER_S
 
 BEAT_S = 10.0
 MISSED = 3
-"""Times BEAT_S between two looks after which the first look does not count: this process was stopped itself,
-with the others."""
+"""Times BEAT_S. After a longer gap between two looks the first does not count: this process was itself stopped, with the
+others."""
 BUSY = 0.2
-"""Share of one core from which on a process counts as busy; a poll or a beat takes less."""
+"""Share of one core above which a process counts as busy; a poll or a beat takes less."""
 UNUSUAL = 3.0
 """Times the longest duration so far: an activity that takes longer is reported."""
 FIRST_TIME = 5.0
-"""Times heartbeat_timeout_s: limit of an activity without an earlier duration."""
+"""Times heartbeat_timeout_s: limit for an activity without an earlier duration."""
 WAITING = ("serving", "waiting for the learner")
 """Activities without a limit."""
 LINES = 3
-"""Most lines of one look: where all ranks are slow, a few of them are enough."""
+"""Most lines of one look: if all ranks are slow, a few of them are enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,12 @@ class Beat:
     doing: str
     since: float
     now: float
-    """When the activity began, and when this was written: seconds of a clock that only this role has. The clocks of two
-    hosts may be minutes apart."""
+    """When the activity began, and when this was written: seconds by this role's own clock. The clocks of two hosts may
+    differ by minutes."""
     cpu: float
     """Cores that its processes have used since its last beat."""
     ended: list[str] = field(default_factory=list)
-    """A line for each of its processes that was stopped and that it has killed."""
+    """A line for each of its processes that was stopped (SIGSTOP) and that it has therefore killed."""
 
     @property
     def lasts_s(self) -> float:
@@ -80,7 +80,7 @@ def beat_file(folder: RunFolder, name: str) -> Path:
 
 
 def stopped_note(folder: RunFolder, name: str) -> Path:
-    """The file in which a role's guard notes that the role was stopped, and is killed."""
+    """The file in which a role's guard notes that it killed the role because it was stopped."""
     return folder.roles / f"{name}.stopped"
 
 
@@ -99,16 +99,16 @@ def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
 
 
 def living_roles(folder: RunFolder) -> list[Beat]:
-    """The beats of roles that run on this machine. They outlive a supervisor that was killed, for as long as the learner
-    takes to finish and save its step."""
+    """The beats of roles that run on this machine. After a supervisor is killed, roles live on until the learner has finished
+    and saved its step."""
     here = [beat for beat, _ in read_beats(folder) if beat.host == socket.gethostname()]
     ended = (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return [beat for beat in here if (process := _process_of(beat)) and _status(process) not in ended]
 
 
 class StoppedProcesses:
-    """Finds processes that stay stopped, by a look every BEAT_S or so. A stop by a debugger is another state,
-    and counts as running."""
+    """Finds processes that stay stopped, by a look about every BEAT_S. A process that a debugger has stopped counts as
+    running."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic):
         self._timeout_s, self._clock = timeout_s, clock
@@ -169,7 +169,7 @@ class _Looking:
     def _run(self) -> None:
         is_over = False
         while not is_over:
-            # A full disk, or a process that has just ended: the next look follows.
+            # A full disk, or a process that has just ended: the next look tries again.
             with contextlib.suppress(OSError, psutil.Error):
                 self.look()
             is_over = self._over.wait(BEAT_S)
@@ -179,7 +179,7 @@ class _Looking:
 
 
 class Pulse(_Looking):
-    """A role reports itself inside. It has a thread, since the role may wait in a collective."""
+    """Reports this role while entered, from a thread, since the role may wait in a collective."""
 
     def __init__(self, folder: RunFolder, name: str, *, timeout_s: float):
         super().__init__("pulse")
@@ -222,7 +222,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 class Watch(_Looking):
-    """The supervisor watches the roles' beats and the processes that it has started inside.
+    """While entered, watches the roles' beats and the supervisor's own processes.
 
     started: gives the supervisor's own processes at this moment, with their names.
     """
@@ -265,7 +265,7 @@ class Watch(_Looking):
             self._say(f"slow: … and {len(texts) - LINES} more; `{all_of_them}` shows all")
 
     def _slow(self, beat: Beat) -> str | None:
-        """A report on an activity that takes much longer than ever before; once."""
+        """A report on an activity that takes much longer than ever before. Each is reported once."""
         last = self._last.get(beat.who)
         if last is not None and (last.doing, last.since) != (beat.doing, beat.since):
             activity = (last.who, last.doing)
@@ -281,7 +281,7 @@ class Watch(_Looking):
         return f"{beat.who} has been {beat.text()}{before}"
 
     def _silent(self, beat: Beat, written: float) -> str | None:
-        """A report on a role whose beats do not come, by this host's clock alone; once."""
+        """A report on a role whose beats stopped coming, by this host's clock alone. Each is reported once."""
         now = time.monotonic()
         seen, since = self._changed.get(beat.who, (None, now))
         self._changed[beat.who] = (written, since if seen == written else now)
@@ -294,7 +294,7 @@ class Watch(_Looking):
         state = f"its process is {_status(process)}" if process is not None else "its process is gone"
         cause = state if is_here else "its node is down, or cut off from the shared folder"
         who = f"{beat.who} (pid {beat.pid} on {beat.host})"
-        return f"{who} has not been heard of for {silent_s:.0f} s; {cause}"
+        return f"{who} has given no sign of life for {silent_s:.0f} s; {cause}"
 
     def _is_new(self, report: tuple[str, str, float]) -> bool:
         is_new = report not in self._reported
@@ -303,7 +303,7 @@ class Watch(_Looking):
 
 
 def _process_of(beat: Beat) -> psutil.Process | None:
-    """The process of a beat of this host; None where it is gone, even if its number is another's by now."""
+    """The process of a beat of this host. None if it is gone, even if another process has its number now."""
     try:
         process = psutil.Process(beat.pid)
         return process if abs(process.create_time() - beat.started) < 1.0 else None

@@ -17,10 +17,10 @@ class WithoutLocks(ValueError):
 
 
 def locked(path: Path) -> TextIO:
-    """The open file, made where it is missing, with a lock that ends when it is closed.
+    """The open file (made if missing), with a lock that ends when the file is closed.
 
-    Raises BlockingIOError where another process has the lock, WithoutLocks with a fix on a file system without locks, and
-    ValueError where ``path`` is a link.
+    Raises BlockingIOError if another process has the lock, WithoutLocks with a fix on a file system without locks, and
+    ValueError if ``path`` is a link.
     """
     file = open_lock(path)
     try:
@@ -37,7 +37,7 @@ def locked(path: Path) -> TextIO:
 
 
 def holders_of(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
-    """The processes of this machine that hold a lock file; not positive for one of another container.
+    """The processes of this machine that hold a lock file. The number of a process in another container is not positive.
 
     Trying the lock could make a run's own claim fail, so the kernel's table is read.
     """
@@ -54,7 +54,7 @@ def holders_of(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
 
 
 def _kernel_name_of(lock: Path) -> str:
-    """The kernel's name of the lock, MAJOR:MINOR:INODE between spaces; its end alone where the device is unknown.
+    """The kernel's name of the lock, MAJOR:MINOR:INODE between spaces; only the inode if the device is unknown.
 
     The device is that of the mount; stat gives another one on btrfs and overlays.
     """

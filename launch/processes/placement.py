@@ -20,7 +20,7 @@ def serve_roles(config: RunConfig) -> list[str]:
 
 
 def servers(config: RunConfig) -> list[ServerShare]:
-    """Every replica's share on every node it takes, by replica. Raises ValueError where they do not fit; see
+    """Every replica's share on every node it takes, by replica. Raises ValueError if they do not fit; see
     ``check_placement``."""
     rollout, nodes = config.rollout, config.launch.nodes or NodesConfig()
     beside_learner = config.launch.nodes is None and not config.launch.takes_turns
@@ -45,7 +45,7 @@ def servers_on(config: RunConfig, node: int) -> list[ServerShare]:
 
 
 def learner_ranks_per_node(config: RunConfig | SftConfig) -> int:
-    """Raises ValueError where the ranks do not fill the nodes evenly."""
+    """Raises ValueError if the ranks do not fill the nodes evenly."""
     ranks, nodes = config.layout.world_size, 1 if config.launch.nodes is None else config.launch.nodes.learner
     return _split_evenly(ranks, nodes, "the learner's processes (layout)", "launch.nodes.learner")
 
@@ -76,7 +76,7 @@ def check_gpus_of_job(config: RunConfig) -> list[str]:
         return []
     if config.launch.nodes is not None:
         fix = "with launch.nodes set launch.nodes.gpus_per_node, and remove it"
-        return [f"launch.slurm.gpus={asked} is of a run on one node; {fix}"]
+        return [f"launch.slurm.gpus={asked} is for a run on one node; {fix}"]
     needed = ranks_of_machine(config)
     if 0 < asked < needed:
         error = f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}"

@@ -1,4 +1,4 @@
-"""The folder of a run, which holds everything that the run leaves behind.
+"""The folder of a run. It holds everything that the run leaves behind.
 
 config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
 logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      of all runs, beside the run folders;
@@ -11,7 +11,7 @@ job.json           the Slurm job that runs it, or ran it last         restarts.j
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 hf-step-8/         that of step 8, after which the run went on       adapter-step-8/               and its adapters
 config-step-8.yaml the config up to step 8, after which a resume changed it
-export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
+export/            a checkpoint's weights, in the same format        mlflow_run_id                 a resumed run continues it
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
 tensorboard/       event files, where asked for                     wandb/, wandb_run.json        of W&B
@@ -54,7 +54,7 @@ Content = TypeVar("Content")
 
 
 class RunFolder:
-    """The paths of a run's folder. ``path`` itself need not exist yet."""
+    """The paths inside a run's folder. ``path`` itself need not exist yet."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -77,7 +77,7 @@ class RunFolder:
         self.hf = path / "hf"
         self.export = path / "export"
         self.export_request = path / ".export.json"
-        """The step that a command asks its export role for; gone once that has ended."""
+        """The step that a command wants its export role to export; removed once that role has ended."""
         self.adapter = path / "adapter"
         self.exported_adapter = path / "export-adapter"
         self.figures = path / "figures"
@@ -94,7 +94,7 @@ class RunFolder:
         """Open files whose locks this process holds."""
 
     def run_key(self) -> RunKey:
-        """The key that this run's servers and sampler ask for; the first call makes it. See ``rollout.run_key``."""
+        """The key that this run's servers and sampler require; the first call makes it. See ``rollout.run_key``."""
         return run_key(self.path / KEY)
 
     def address(self, role: str) -> Path:
@@ -107,10 +107,11 @@ class RunFolder:
         return self.roles / f"{role}.error"
 
     def report_error(self, role: str, error: BaseException) -> None:
-        """Record the error that ended ``role``, for the supervisor to show. The first of several ranks counts: it
+        """Record the error that ended ``role``, for the supervisor to show. Of several ranks only the first records it: it
         has the cause, and the others lost a peer.
 
-        Control characters are made visible, as the text may hold a model's. A full disk keeps it from being written; the log has it too.
+        Control characters are made visible, since the text may hold a model's output. On a full disk nothing is recorded; the
+        log has the error too.
         """
         with contextlib.suppress(OSError):
             self.error(role).parent.mkdir(exist_ok=True)
@@ -131,7 +132,7 @@ class RunFolder:
         return latest_valid(self.checkpoints)
 
     def damage_of_newest(self) -> str:
-        """What is wrong with the newest checkpoint; "" where it is complete, or there is none."""
+        """What is wrong with the newest checkpoint; "" if it is complete, or there is none."""
         folders = [*step_folders(self.checkpoints).values()]
         wrong = missing(folders[-1]) if folders else None
         return f" ({folders[-1].name}: {wrong})" if wrong else ""
@@ -141,7 +142,7 @@ class RunFolder:
         return bool(step_folders(self.critic_checkpoints))
 
     def newest_with_critic(self) -> Path | None:
-        """The newest checkpoint that is complete, and whose critic's is. A run with a critic goes on from it."""
+        """The newest step whose checkpoints of policy and critic are both complete. A run with a critic continues from it."""
         steps = valid_checkpoints(self.checkpoints).keys() & valid_checkpoints(self.critic_checkpoints).keys()
         return step_folder(self.checkpoints, max(steps)) if steps else None
 
@@ -154,33 +155,33 @@ class RunFolder:
         return done is not None and (newest is None or (step_of(newest) or 0) <= done)
 
     def steps_of_model(self, damaged: list[str]) -> int | None:
-        """The steps behind the model in ``hf/``; None where there is none, or where that cannot be read, so that it does not
-        count as the model of a finished run. ``damaged`` gets why not."""
+        """The number of steps that made the model in ``hf/``. None if there is no model or it cannot be read; it then does not
+        count as the model of a finished run. ``damaged`` gets the reason."""
         if not self.hf.is_dir():
             return None
         result = read_file(self.summary, {"steps": int}, damaged)
         return None if result is None else result["steps"]
 
     def put_model_aside(self) -> list[tuple[Path, Path]]:
-        """Rename ``hf/`` and ``adapter/``, before the run goes on, to ``hf-step-8`` and ``adapter-step-8``: they must not pass
-        for the model of later steps. Returns (path before, path now) of each."""
+        """Rename ``hf/`` and ``adapter/`` to ``hf-step-8`` and ``adapter-step-8`` before the run continues, so that they are
+        not taken for the model of later steps. Returns (path before, path now) of each."""
         done = self.steps_of_model([])
         older = f"step-{done}" if done is not None else "older"
         aside = []
         for folder in filter(Path.is_dir, (self.hf, self.adapter)):
             target = folder.with_name(f"{folder.name}-{older}")
-            shutil.rmtree(target, ignore_errors=True)  # of the same step, which was done again
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, done again
             aside.append((folder, folder.rename(target)))
         return aside
 
     def claim(self, wait: Callable[[], object] = lambda: None) -> None:
         """Make this process the one that runs the folder. The lock ends with the process.
 
-        Where an earlier attempt ended before its first checkpoint, the run begins anew, and the metrics of that
-        attempt are put aside. Raises BlockingIOError where another process runs the folder, and ValueError on a
+        If an earlier attempt ended before its first checkpoint, the run starts from the beginning, and the metrics of that
+        attempt are put aside. Raises BlockingIOError if another process runs the folder, and ValueError on a
         file system without locks.
 
-        wait: called with the lock held, before the files of the roles are removed. Its error gives the lock back.
+        wait: called with the lock held, before the files of the roles are removed. If it raises, the lock is released.
         """
         self.roles.mkdir(parents=True, exist_ok=True)
         self._held.append(locked(self.lock))
@@ -191,9 +192,9 @@ class RunFolder:
             raise
         for file in self.roles.glob("*.*"):
             file.unlink()
-        # Each start has a key of its own, so that an old log tells nothing about the next start.
+        # Each start has its own key, so an old log reveals nothing about the next start.
         (self.path / KEY).unlink(missing_ok=True)
-        # Damaged checkpoints count: the learner reports them, and nothing begins anew.
+        # Damaged checkpoints count: the learner reports them, and the run does not start from the beginning.
         if not step_folders(self.checkpoints):
             self.put_metrics_aside()
 
@@ -217,8 +218,8 @@ class RunFolder:
         write_json(self.address(role), address)
 
     def read_address(self, role: str) -> dict | None:
-        """What ``role`` has announced; None where it has not. Raises OSError where the file system does not give the
-        file by the last of several reads."""
+        """What ``role`` has announced; None if it has not. Raises OSError if the file system does not deliver the file in
+        several reads."""
         return read_again(lambda: self._read_announcement(role), whatever=True)
 
     def _read_announcement(self, role: str) -> dict | None:
@@ -244,8 +245,8 @@ def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
 
 
 def read_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int] | None:
-    """The addresses of the replicas that can be sent weights, with the number of each one's life; None where a serve
-    role has ended."""
+    """The addresses of the replicas that can receive weights, each with the number of its life; None if a serve role has
+    ended."""
     addresses = [address for name in names if (address := folder.read_address(name)) is not None]
     lives = {url: life for address in addresses for url, life in address["lives"].items()}
     return lives if len(addresses) == len(names) else None
@@ -327,8 +328,8 @@ def new_path(runs_dir: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _writing_in(field: str, folder: Path) -> Iterator[None]:
-    """Turns errors that ``check_can_be_made`` could not foresee into ConfigError: a full disk, a long name, a
-    folder made in the meantime."""
+    """Turns errors that ``check_can_be_made`` cannot foresee into ConfigError: a full disk, a long name, a folder that was made
+    in the meantime."""
     try:
         yield
     except OSError as error:
@@ -338,7 +339,7 @@ def _writing_in(field: str, folder: Path) -> Iterator[None]:
 
 
 def may_be_run(path: Path) -> bool:
-    """Whether ``path`` is a run folder. One that this user cannot look into counts as one: its reader says why not."""
+    """Whether ``path`` is a run folder. A folder that this user cannot open counts as one: reading it gives the error."""
     try:
         return (path / "config.yaml").is_file()
     except PermissionError:
@@ -355,8 +356,7 @@ def check_can_be_made(field: str, folder: Path) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             absolute.lstat()  # a name may be too long
-        # Permissions do not show read-only file systems, nor do they bind root. On Linux the file never has a
-        # name.
+        # Permissions do not reveal read-only file systems, and root ignores them. On Linux the file never has a name.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
@@ -365,8 +365,8 @@ def check_can_be_made(field: str, folder: Path) -> None:
 
 
 def point_latest(folder: RunFolder) -> None:
-    """Point the link ``latest``, beside the training runs, to this run. A rename replaces it, so that it always
-    exists. Where it cannot be made, a note says so: the run does not need it."""
+    """Point the link ``latest``, beside the training runs, to this run. A rename replaces it, so it always exists. If it
+    cannot be made, a note says so: the run does not need it."""
     fresh, latest = (folder.path.parent / name for name in (f".latest-{os.getpid()}", "latest"))
     try:
         fresh.unlink(missing_ok=True)

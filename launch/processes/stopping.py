@@ -3,19 +3,19 @@ learner, on whatever nodes they run.
 
     roles/stop.json      {"reason"}          the request, by the supervisor or by a learner rank that got SIGTERM itself
     roles/stopped.json   {"step", "reason"}  the learner's last message: the newest step, which has a checkpoint
-    roles/ending.now                         the supervisor ends every process: from now on SIGTERM means at once, and
+    roles/ending.now                         the supervisor ends every process: from now on SIGTERM ends a role at once, and
                                              servers that no SIGTERM reaches end by themselves
 
-    whoever wants the run to stop ── SIGUSR1, SIGTERM ──> supervisor ── stop.json ──> learner, rank 0 (looks while it waits for samples)
+    a user, or `tandem stop` ── SIGUSR1, SIGTERM ──> supervisor ── stop.json ──> learner, rank 0 (looks while it waits for samples)
     Slurm ── SIGTERM to everything ──> learner ranks ───────────────── stop.json ──┘      │
                                                                                           ├─ drops the step
                                                                                           that waits, or
                                                                                           finishes it
     exit code 75, or requeued  <── supervisor, when the learner has ended <── stopped.json ┴─ writes a checkpoint
 
-Where Slurm sends SIGTERM to everything, a rank gets it twice, since torchrun passes it on; this counts as one
-request. torchrun also sends SIGTERM to its ranks when it fails itself. They stop in the same way, with a
-checkpoint, but the run has failed. The supervisor takes this for a stop only if there was another request, if
+If Slurm sends SIGTERM to everything, a rank gets it twice, since torchrun passes it on; this counts as one
+request. torchrun also sends SIGTERM to its ranks when torchrun itself fails. They stop in the same way, with a
+checkpoint, but the run has failed. The supervisor treats this as a stop only if there was another request, if
 torchrun reports the signal, or if torchrun ended well.
 """
 
@@ -40,9 +40,9 @@ CAUSE_TIMEOUT_S = 10.0
 LOST_THE_ROLLOUT = (
     "ControlError:", "WeightSyncError:", "SamplingError:", "SampleRoleLost:", "GenerationError:", "RolloutError:",
 )  # fmt: skip
-"""Beginnings of a learner's error where the rollout side has failed."""
+"""How a learner's error begins if the rollout side has failed."""
 OWN_ERROR = "the sample role failed: SamplingError:"
-"""The sample role runs, and has reported an error."""
+"""Beginning of the learner's error if the sample role runs and has reported an error."""
 TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
 """torchrun's output when it gets SIGTERM itself."""
 SIGTERM_TO_RANK = "SIGTERM to learner rank"
@@ -58,7 +58,7 @@ class Stopped:
     """The run ended on request."""
 
     step: int
-    """The last complete step, which has a checkpoint; 0 where no step was complete."""
+    """The last complete step, which has a checkpoint; 0 if no step was complete."""
     reason: str
 
 
@@ -66,7 +66,7 @@ Outcome = Finished | Stopped
 
 
 class RunStopped(RuntimeError):
-    """The run was stopped, did not fail, and can go on."""
+    """The run was stopped, did not fail, and can be continued."""
 
 
 def ending(folder: RunFolder) -> Path:
@@ -77,13 +77,13 @@ def time_of_end(folder: RunFolder) -> int | None:
     """When the supervisor began to end every process, in ns by the file system's clock; None before."""
     try:
         return ending(folder).stat().st_mtime_ns
-    except OSError:  # a file system that does not answer says nothing
+    except OSError:  # no answer from the file system is no evidence
         return None
 
 
 class EndOfStart:
-    """Whether the supervisor has begun to end every process since this object was made. SIGTERM may not reach a process that
-    asks: Slurm loses the steps of a node that was cut off, and has sent its one SIGTERM to all of a job that it cancels."""
+    """Whether the supervisor has begun to end every process since this object was made. Roles poll this because SIGTERM may
+    not reach them: Slurm loses the steps of a node that was cut off, and sends only one SIGTERM to a job that it cancels."""
 
     def __init__(self, folder: RunFolder):
         self._folder, self._earlier = folder, time_of_end(folder)
@@ -92,7 +92,7 @@ class EndOfStart:
         return time_of_end(self._folder) not in (None, self._earlier)
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt if it has come, which is no failure of the role."""
+        """Raise KeyboardInterrupt, which is not a failure of the role, if the end has come."""
         if self.has_come():
             raise KeyboardInterrupt
 
@@ -131,15 +131,15 @@ def wait_for_learner(
     sampler_restarts: int = 0,
 ) -> Outcome:
     """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to
-    them. To be called inside ``signals``.
+    them. Must be called inside ``signals``.
 
     SIGUSR1 and the first SIGTERM are requests. While the learner starts, and on the second SIGTERM, they raise
-    KeyboardInterrupt, like Ctrl-C. When a role of the rollout side fails, the learner is asked to stop too, so
-    that its last complete step is not lost; but the sample role is started again, ``sampler_restarts`` times, once it
-    has been ready.
+    KeyboardInterrupt, like Ctrl-C. If a role of the rollout side fails, the learner is asked to stop too, so
+    that its last complete step is not lost. A sample role that had been ready is instead restarted, up to
+    ``sampler_restarts`` times.
 
-    timeout_s: from the request to the learner's end. Later, KeyboardInterrupt is raised, or RoleFailed after a
-    failure. Raises RoleFailed when the learner, or another role before it, has failed.
+    timeout_s: from the request to the learner's end. After it, KeyboardInterrupt is raised, or RoleFailed after a
+    failure. Raises RoleFailed if the learner, or another role before it, has failed.
     """
     folder = signals.folder
     failure: RoleFailed | None = None
@@ -149,7 +149,7 @@ def wait_for_learner(
         if asked_at is None:
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
-            # One that fails as it starts, of its data or its reward, would fail again.
+            # A sample role that fails at its start, because of its data or its reward, would fail again.
             may_restart = may_restart or _can_stop(folder) or folder.read_address("sample") is not None
             if may_restart and sampler_restarts > 0:
                 sampler_restarts -= _restart_sampler(supervisor, folder, sampler_restarts)
@@ -172,7 +172,7 @@ def wait_for_learner(
 def _outcome(
     supervisor: Supervisor, signals: "StopSignals", names: Sequence[str], failure: RoleFailed | None
 ) -> Outcome:
-    """How the learner has ended. ``failure``: of a role of the rollout side, for which it was asked to stop."""
+    """How the learner has ended. ``failure``: of a role of the rollout side, because of which it was asked to stop."""
     folder = signals.folder
     stopped = read_stopped(folder)
     if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names, stopped):
@@ -180,8 +180,8 @@ def _outcome(
     if failure is not None:
         if stopped is None:
             raise RoleFailed(str(failure))
-        kept = f"a checkpoint of step {stopped.step}, the last complete one, is there"
-        raise RoleFailed(f"{failure}\nThe learner was well: {kept}.")
+        kept = f"it has saved a checkpoint of step {stopped.step}, the last complete one"
+        raise RoleFailed(f"{failure}\nThe learner did not fail: {kept}.")
     if stopped is not None:  # with any exit code: torchrun's is 1 when it got SIGTERM too
         return stopped
     with _cause_named(supervisor, folder, names):
@@ -193,7 +193,7 @@ def _was_asked_for(
     supervisor: Supervisor, signals: "StopSignals", names: Sequence[str], stopped: Stopped
 ) -> bool:
     """Whether the learner stopped on a request. A torchrun that fails sends SIGTERM to its ranks, too."""
-    # A rank acts on its SIGTERM before it has written stop.json, and may end before.
+    # A rank acts on its SIGTERM before it has written stop.json, and may end before it writes it.
     first = stop_reason(signals.folder) or stopped.reason
     if signals.reason is not None or not first.startswith(SIGTERM_TO_RANK):
         return True
@@ -205,7 +205,7 @@ def _was_asked_for(
 
 @contextlib.contextmanager
 def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
-    """A learner that loses a server or the sample role ends too, maybe before that role's own failure shows. The
+    """A learner that loses a server or the sample role also ends, perhaps before that role's own failure is visible. The
     failure of the lost role is raised first, as the cause."""
     try:
         yield
@@ -218,13 +218,15 @@ def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]
             try:
                 supervisor.check(may_end=("sample",), but_not=names)
             except RoleFailed as cause:
-                raise RoleFailed(f"{cause}\nThe learner ended of it: {text.splitlines()[0]}") from loss
+                raise RoleFailed(
+                    f"{cause}\nThe learner ended because of it: {text.splitlines()[0]}"
+                ) from loss
             time.sleep(POLL_S)
         raise
 
 
 def _check_learner(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> None:
-    """Raise RoleFailed where the learner has failed on one of several nodes: the others would wait for it."""
+    """Raise RoleFailed if the learner has failed on one of several nodes: the others would wait for it."""
     try:
         supervisor.check(may_end=names, among=names)
     except RoleFailed:
@@ -243,11 +245,11 @@ def _failure_of_others(supervisor: Supervisor, folder: RunFolder, names: Sequenc
 
 
 def _restart_sampler(supervisor: Supervisor, folder: RunFolder, restarts: int) -> bool:
-    """Start the sample role again if its process has failed. Returns whether it has."""
+    """Restart the sample role if its process has failed. Returns whether it has."""
     if supervisor.exit_code("sample") in (None, 0):
         return False
     first_line = str(supervisor.failure("sample")).splitlines()[0].rstrip(".")
-    print(f"{first_line}; started again ({restarts - 1} restarts left)", flush=True)
+    print(f"{first_line}; restarted ({restarts - 1} restarts left)", flush=True)
     folder.forget("sample")  # so that the learner waits for the next announcement
     supervisor.start_again("sample")
     return True
@@ -259,8 +261,8 @@ def _can_stop(folder: RunFolder) -> bool:
 
 
 class StopSignals:
-    """A context manager of the main thread, to be entered before the learner is started. Inside, SIGUSR1 and
-    SIGTERM are requests to stop; while the learner cannot see requests yet, they interrupt the supervisor."""
+    """A context manager of the main thread, to be entered before the learner is started. While entered, SIGUSR1 and
+    SIGTERM are requests to stop. As long as the learner cannot see requests, they interrupt the supervisor."""
 
     def __init__(self, folder: RunFolder, supervisor: Supervisor):
         self.folder = folder
@@ -301,16 +303,16 @@ class StopSignals:
 class StopListener:
     """Receives requests to stop in a learner rank. The main thread makes one, before anything else.
 
-    A thread turns SIGTERM into stop.json at once, even while the main thread waits in a collective, as all ranks
-    but the first do while samples are made. SIGTERM raises KeyboardInterrupt where the supervisor ends
-    everything, or torchrun ends the peers of a failed rank.
+    A thread turns SIGTERM into stop.json at once, even while the main thread waits in a collective. All ranks but the first
+    wait like this while samples are made. SIGTERM raises KeyboardInterrupt if the supervisor ends everything, or torchrun
+    ends the peers of a failed rank.
     """
 
     def __init__(self, folder: RunFolder, *, is_first_rank: bool):
         self._folder = folder
         self._reason: str | None = None
         self._looked_at = -LOOK_EVERY_S
-        if is_first_rank:  # files of an earlier life, where no supervisor has cleared the folder
+        if is_first_rank:  # files of an earlier life, if no supervisor has cleared the folder
             addresses = map(folder.address, ("stop", "stopped", "learn"))
             for file in (*addresses, folder.error("learn"), ending(folder)):
                 file.unlink(missing_ok=True)

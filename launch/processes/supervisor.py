@@ -8,7 +8,7 @@ their own, such as a torchrun rank's checkpoint writer. They become children of 
 launch/processes/stopping.py.
 
 Python drops an exception that a signal handler raises inside some callbacks, such as logging's hooks around a
-fork ("Exception ignored in ..."). So an interrupt is also noted, and every look at the roles raises it again.
+fork ("Exception ignored in ..."). An interrupt is therefore also noted, and every check of the roles raises it again.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ PR_GET_CHILD_SUBREAPER = 37
 POLL_S = 0.1
 LAST_LINES = 40
 FULL_BYTES = 1 << 16
-"""A disk with less free space takes no traceback."""
+"""With less free space on the disk a traceback cannot be written."""
 KILL_TIMEOUT_S = 5.0
 LARGEST_LOG, KEPT_LOG = 2**28, 2**20
-"""Bytes of a role's log, and those of its end that stay once it has more."""
+"""Most bytes of a role's log, and the bytes of its end that remain once it has more."""
 
 
 class RoleFailed(RuntimeError):
@@ -54,8 +54,8 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One process to start. stderr goes into ``log``, of which the end stays where it becomes too large; stdout goes there too,
-    or to the terminal."""
+    """One process to start. stderr goes into ``log``; if that becomes too large, only its end is kept. stdout goes there too, or
+    to the terminal."""
 
     name: str
     command: Sequence[str]
@@ -86,8 +86,8 @@ class _Running:
 class Supervisor:
     """A context manager. No process outlives it, however it is left.
 
-    Whoever enters one has roles that leave their results in files. So from there on, also behind its end, nothing that
-    this process prints raises (launch/processes/unheard.py).
+    The roles leave their results in files. From the entry on, and also after the exit, printing in this process therefore
+    never raises (launch/processes/unheard.py).
     """
 
     def __init__(self, *, grace_s: float, ending: Path | None = None):
@@ -101,7 +101,7 @@ class Supervisor:
         go_on_unheard()
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            hint = f"`kill {os.getpid()}` ends this"
+            hint = f"`kill {os.getpid()}` ends this run"
             print(f"started in the background, where Ctrl-C does nothing: {hint}", flush=True)
         stops = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
         stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
@@ -114,7 +114,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind, *exc) -> None:
-        # A further Ctrl-C must not leave half of the processes running, nor all, where it comes before the next lines.
+        # A further Ctrl-C must not leave processes running: half of them, or all if it comes before the next lines.
         self._is_interrupted = True
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
@@ -128,14 +128,14 @@ class Supervisor:
             raise Interrupted from None
 
     def interrupt(self) -> None:
-        """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles. A
-        further signal raises nothing here: it could do so as ``__exit__`` begins, and no role would be ended."""
+        """For signal handlers: end the run, by KeyboardInterrupt here or at the next check of the roles. A further signal
+        raises nothing: it could come as ``__exit__`` begins, and no role would be ended."""
         if not self._is_interrupted:
             self._is_interrupted = True
             raise KeyboardInterrupt
 
     def raise_interrupt(self) -> None:
-        """Raise the KeyboardInterrupt of a signal whose own one was dropped."""
+        """Raise the KeyboardInterrupt of a signal again, in case Python dropped the first one."""
         if self._is_interrupted:
             raise KeyboardInterrupt
 
@@ -155,7 +155,7 @@ class Supervisor:
         self._running[role.name] = _Running(role=role, process=process, log_start=log_start)
 
     def start_again(self, name: str) -> None:
-        """Start a role again whose process has ended, and end what it has left of its group."""
+        """Restart a role whose process has ended, and end the rest of its process group."""
         running = self._running[name]
         signal_group(running.process.pid, signal.SIGKILL)
         self.start(running.role)
@@ -168,7 +168,7 @@ class Supervisor:
         timeout_s: float,
         while_waiting: Callable[[float], None] = lambda waited: None,
     ) -> None:
-        """Return once ``condition()`` holds. Raises RoleFailed if a role ends first, with any code, or the deadline
+        """Return once ``condition()`` is true. Raises RoleFailed if a role ends first, with any code, or the deadline
         passes."""
         started = time.monotonic()
         while not condition():
@@ -207,7 +207,7 @@ class Supervisor:
         return self._running[name].process.poll()
 
     def failure(self, name: str) -> RoleFailed:
-        """The error for a role that has ended: its process, its exit code, and its last output in this life."""
+        """The error for a role that has ended: its process, its exit code, and its last output since this start."""
         running = self._running[name]
         code = running.process.wait(timeout=60)  # it has ended already
         process = f" ({running.role.program}, pid {running.process.pid})" if code < 0 else ""
@@ -216,16 +216,16 @@ class Supervisor:
         return RoleFailed(f"{first_line}\n{_cause_text(running)}\nIts whole log: {running.role.log}")
 
     def last_lines(self, name: str, lines: int) -> str:
-        """The last lines that this life of the role wrote into its log."""
+        """The last lines that the role has written into its log since this start."""
         return self._running[name].last_lines(lines)
 
     def check(
         self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()
     ) -> None:
-        """Raise RoleFailed for the first role that has ended. Roles of ``may_end`` may end with code 0: the learner
+        """Raise RoleFailed for the first role that has ended. Roles in ``may_end`` may end with code 0: the learner
         tells sample to stop.
 
-        among: the roles to check (None: all), without those of ``but_not``.
+        among: the roles to check (None: all), except those in ``but_not``.
         """
         self.raise_interrupt()
         self._shorten_logs()
@@ -246,7 +246,7 @@ class Supervisor:
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
         if self._ending is not None:
-            with contextlib.suppress(OSError):  # on a full disk the learner ends with SIGKILL
+            with contextlib.suppress(OSError):  # on a full disk: the learner then ends by SIGKILL
                 self._ending.touch()
         processes = [running.process for running in reversed(self._running.values())]
         for process in processes:
@@ -277,8 +277,8 @@ class Supervisor:
 
 
 def shorten(log: Path) -> bool:
-    """Whether the log had more than ``LARGEST_LOG`` bytes, of which its end stays, behind a line that says so. Its writers
-    append, so they go on behind it; what they write in this moment may be lost."""
+    """Cut the log if it has more than ``LARGEST_LOG`` bytes; its end stays, after a line that says so. Returns whether it was
+    cut. Its writers append, so they continue after that; lines that they write at this moment may be lost."""
     dropped = log.stat().st_size - KEPT_LOG
     if dropped + KEPT_LOG <= LARGEST_LOG:
         return False
@@ -323,16 +323,16 @@ def exit_now(code: int) -> NoReturn:
 
 
 FAILED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+) \(pid: (\d+)\)")
-"""An entry of torchrun's table of ranks that failed. Its line about the first of them names the lowest rank where
-several had ended when it looked, which may be one that only lost the other."""
+"""An entry of torchrun's table of failed ranks. torchrun's line about the first failure is not used: if several ranks had ended
+when it looked, it names the lowest rank, which may only have lost another one."""
 ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
 AGENT_LINES = 200
 """Lines of a log in which torchrun's words are looked for."""
 
 
 def _cause_text(running: _Running) -> str:
-    """The ranks that torchrun saw killed, which leave no error, and the error that the role left, or else the
-    end of its log."""
+    """The ranks that torchrun saw killed (they leave no error), and the error that the role left, or else the end of its
+    log."""
     role = running.role
     try:
         error = role.error.read_text() if role.error is not None else ""
@@ -349,18 +349,18 @@ def _cause_text(running: _Running) -> str:
         error = f"another rank, which lost it, said: {error}"
     last_words = error or running.last_lines(LAST_LINES)
     if not last_words and shutil.disk_usage(role.log.parent).free < FULL_BYTES:
-        last_words = f"the disk of {role.log.parent} is full, so that it could not say why; free space"
+        last_words = f"the disk of {role.log.parent} is full, so it could not write why; free space"
     return textwrap.indent(visible("\n".join([*deaths, last_words])), "    ")
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:
-    """Wait until a child has ended, at most until ``deadline``, and leave its exit code to be asked for.
+    """Wait until a child has ended, at most until ``deadline``. Its exit code can still be read afterwards.
 
-    Not by Popen.wait: a signal handler that raises, such as Ctrl-C's, can interrupt Popen.poll between taking its lock
-    and the block that gives it back, and Popen.wait then waits for the lock for ever.
+    This does not use Popen.wait: a signal handler that raises, such as Ctrl-C's, can interrupt Popen.poll after it took its
+    lock and before the block that releases it. Popen.wait would then wait for the lock forever.
     """
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):  # it has been asked for already
+    with contextlib.suppress(ChildProcessError):  # the exit code has been read already
         while os.waitid(os.P_PID, pid, look) is None and time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
 

@@ -4,9 +4,9 @@
     SWEEP/NAME.yaml, .log    the config of a run, complete, as it was checked; what its `tandem train` prints
     SWEEP/lock               held while the sweep runs
 
-The state of a run is read from its folder alone: a finished one is not run again, one with a checkpoint goes on, any other
-begins anew. Each run is a ``tandem train`` in a session of its own. A signal to the sweep, or its death, is a request to
-stop for all of them (launch/processes/stopping.py).
+The state of a run is read from its folder alone: a finished run is not run again, one with a checkpoint continues, any other
+starts from the beginning. Each run is a ``tandem train`` in its own session. A signal to the sweep, or its death, is a
+request to stop for all of them (launch/processes/stopping.py).
 """
 
 import contextlib
@@ -40,7 +40,7 @@ LAST_LINES = 15
 STOPPED = (os.EX_TEMPFAIL, 130)
 """Exit codes of a run that was asked to stop, or interrupted."""
 FOLDER_LINE = re.compile(r"^run folder: (.+)$", re.MULTILINE)
-"""What ``tandem train`` prints first."""
+"""The first output of ``tandem train``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended that is not finished."""
+    """How an unfinished run ended."""
 
     name: str
     text: str
@@ -70,7 +70,7 @@ class Sweep:
         return self.folder / "sweep.json"
 
     def runs(self) -> dict[str, str]:
-        """The name of the newest run folder of each run that was begun. Raises ValueError where the file is damaged, or names a
+        """The name of the newest run folder of each run that was started. Raises ValueError if the file is damaged, or names a
         path elsewhere."""
         try:
             runs = {
@@ -83,8 +83,8 @@ class Sweep:
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            fix = "remove it, and every run begins anew"
-            raise ValueError(f"{self.memory} is no memory of a sweep ({error!r}); {fix}") from error
+            fix = "remove it to start every run from the beginning"
+            raise ValueError(f"{self.memory} is not the memory of a sweep ({error!r}); {fix}") from error
 
     def run_folder(self, name: str) -> RunFolder | None:
         """The newest run folder of a run; None where there is none any more."""
@@ -97,18 +97,18 @@ class Sweep:
         return folder is not None and is_finished(folder, cell.config)
 
     def state(self, cell: Cell) -> str:
-        """What would become of the run, in words."""
+        """What this call would do with the run, in words."""
         folder = self.run_folder(cell.name)
         if folder is None:
             return "begins"
         if self.is_finished(cell):
             return "is finished"
         newest = folder.newest_checkpoint()
-        return "begins anew" if newest is None else f"goes on from step {step_of(newest)}"
+        return "starts from the beginning" if newest is None else f"continues from step {step_of(newest)}"
 
     def changed(self, cell: Cell) -> list[str]:
-        """The settings in which the run, as it was begun, differs from the cell: ``seed: 1, now 2``. A finished run that was
-        resumed for further steps is none the less the cell's."""
+        """The settings in which the run, as it was started, differs from the cell: ``seed: 1, now 2``. A finished run that was
+        resumed for more steps still counts as the cell's."""
         from trainer.report.comparison import differing_settings
 
         folder = self.run_folder(cell.name)
@@ -132,7 +132,8 @@ class Sweep:
         devices: the value of CUDA_VISIBLE_DEVICES of each run at a time; None: that of this process.
         Raises Interrupted on Ctrl-C or SIGTERM, after every run has stopped.
         """
-        limits = [cell.config.launch for cell in cells]  # in which a run that is asked to stop ends by itself
+        # A run that is asked to stop ends by itself within these limits.
+        limits = [cell.config.launch for cell in cells]
         grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
         self._wait_for_earlier(cells, grace_s)
         left = [cell for cell in cells if not self.is_finished(cell)]
@@ -152,15 +153,15 @@ class Sweep:
                     show.line([*running])
                     time.sleep(POLL_S)
         finally:
-            # A signal may come before the first look at a log, or as a run is being started, which has none then. The
-            # error that ends the sweep is the one to tell, and not another of the same full disk.
+            # A signal may come before the first look at a log, or while a run that has no log yet is being started.
+            # Report the error that ended the sweep, not a second one of the same full disk.
             with contextlib.suppress(OSError):
                 for cell in running:
                     self._note_folder(cell, show)
         return ended
 
     def _wait_for_earlier(self, cells: Sequence[Cell], limit_s: float) -> None:
-        """Runs of a sweep that was killed may be finishing and saving a step, from which they are to go on. Raises RoleFailed."""
+        """Wait for runs of a killed sweep that may still finish and save a step, to continue from it. Raises RoleFailed."""
         deadline = time.monotonic() + limit_s
         for cell in cells:
             told, folder = False, self.run_folder(cell.name)
@@ -177,7 +178,7 @@ class Sweep:
                 time.sleep(POLL_S)
 
     def _take_ended(self, supervisor: Supervisor, running: dict[Cell, int], show: "_Progress") -> list[Ended]:
-        """Take out of ``running`` what has ended. Returns those of them that did not finish."""
+        """Remove ended runs from ``running``. Returns those of them that did not finish."""
         ended = []
         for cell in [*running]:
             is_running = supervisor.is_running(cell.name)
@@ -213,7 +214,7 @@ class Sweep:
             if (found := FOLDER_LINE.search(log.read())) is not None:
                 folder = Path(found[1]).resolve()
                 write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}}, flush=True)
-                show.folders[cell.name] = folder  # last: a signal may have come while the memory was written
+                show.folders[cell.name] = folder  # last, since a signal may come while the memory is written
 
     def _ended(self, supervisor: Supervisor, cell: Cell, code: int) -> Ended:
         last = textwrap.indent(supervisor.last_lines(cell.name, LAST_LINES), "    ")
@@ -234,8 +235,8 @@ def _interruption_told(running: Mapping[Cell, int]) -> Iterator[None]:
 
 
 class _Progress:
-    """Prints a line when a run begins or ends and, on a terminal, one that changes in between, with the time left: the
-    steps that are left at the pace of this call, starts of engines included."""
+    """Prints a line when a run begins or ends and, on a terminal, a changing line in between with the time left: the
+    remaining steps at the pace of this call, starts of engines included."""
 
     def __init__(self, sweep: Sweep, left: Sequence[Cell], count: int):
         self._sweep, self._cells, self._count = sweep, [*left], count

@@ -1,9 +1,8 @@
-"""Standard streams of a process whose work goes on when nobody can hear it any more.
+"""Standard streams of a process that continues to work when its output can no longer be read.
 
-A run leaves what it found in its folder, and tells of it besides. The reader of a pipe may leave, a terminal may close,
-the disk of a log may be full: each makes the next ``print`` raise an OSError, which would end the run and lose all
-steps since its last checkpoint. A command whose output is its result (a dry run, ``tandem list``) keeps the streams
-that raise.
+A run leaves its results in its folder; printing is secondary. If the reader of a pipe leaves, a terminal closes, or the
+disk of a log is full, the next ``print`` raises an OSError, which would end the run and lose all steps since its last
+checkpoint. A command whose output is its result (a dry run, ``tandem list``) keeps the streams that raise.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ from typing import Any, TextIO
 
 
 class _Unheard:
-    """A stream, but for the errors of its file."""
+    """A stream that ignores the errors of its file."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -31,7 +30,7 @@ class _Unheard:
 
 
 def go_on_unheard() -> None:
-    """From here on no ``print``, warning or traceback of this process raises, however its streams fail."""
+    """From now on no ``print``, warning or traceback of this process raises, even if its streams fail."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _Unheard):

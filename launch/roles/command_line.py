@@ -1,4 +1,4 @@
-"""The command lines of the roles, for those who start them."""
+"""The command lines of the roles, for the code that starts them."""
 
 import math
 import sys
@@ -23,8 +23,8 @@ class Rendezvous:
     endpoint: str
     """HOST:PORT of the learner's first node, whose agent listens there."""
     is_host: bool
-    """Whether this agent is on the first node. It cannot find out by itself where the name of its host stands for
-    another address."""
+    """Whether this agent is on the first node. It cannot find out by itself if the name of its host resolves to another
+    address."""
     address: str | None = None
     """Address of this agent's node, at which its ranks are met if they are the first. None: the host's own name,
     which may be localhost."""

@@ -1,12 +1,12 @@
 """Ranks on CPU as forks of torchrun's agent, which has imported what they need.
 
-torchrun starts each rank as a command of its own, and each imports torch, Megatron-Core and transformers again, for 3
-CPU seconds and most of its memory (``benchmarks/results/startup.md``). A fork shares the agent's. Everything else is
-torchrun's: it waits for the ranks, ends them and tells how they ended.
+torchrun starts each rank as a separate command, and each imports torch, Megatron-Core and transformers again, for 3
+CPU seconds and most of its memory (``benchmarks/results/startup.md``). A fork shares the agent's imports. torchrun does
+everything else: it waits for the ranks, ends them and reports how they ended.
 
-Ranks are commands, as torchrun starts them, where a fork would not be the same: with GPUs, whose driver a fork cannot
-use; where the agent has further threads, which a fork has not, so that their locks stay locked; and on several nodes,
-where the agent is connected to the others.
+Ranks stay separate commands if a fork would not be equivalent: with GPUs, whose driver a fork cannot use; if the agent has
+further threads, which a fork lacks, so their locks would stay locked; and on several nodes, since the agent is connected to
+the others.
 """
 
 import importlib
@@ -38,7 +38,7 @@ getproctitle()  # finds where the command line lies, by the environment: later t
 
 
 def fork_ranks() -> None:
-    """Import what ranks need, and have torchrun fork them from here on, where it can."""
+    """Import what ranks need, and make torchrun fork them from now on, if it can."""
     if not may_fork():
         return
     with imported_for_good():
@@ -48,7 +48,7 @@ def fork_ranks() -> None:
 
 
 def may_fork() -> bool:
-    """OpenMP reads its number of threads once, so it must be the ranks' already."""
+    """OpenMP reads its number of threads only once, so the agent must set the ranks' number before."""
     return (
         torch.version.cuda is None
         and "OMP_NUM_THREADS" in os.environ
@@ -103,8 +103,8 @@ class ForkedRank:
 
 
 def _become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Be what a command would be in a session of its own: its signals, its environment, its arguments, and its end. The
-    agent's code, which called this, never goes on here."""
+    """Turn this fork into a command in its own session: its signals, its environment, its arguments, and its end. This never
+    returns to the agent's code that called it."""
 
     def rank() -> None:
         os.setsid()
@@ -126,7 +126,7 @@ def _become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> No
 
 
 def end_with(function: Callable[[], object]) -> NoReturn:
-    """Call it, and end this process as Python would behind it, without the checks of libraries for leaks."""
+    """Call it, and then end this process as Python would, without the libraries' checks for leaks."""
     code = 1
     try:
         function()

@@ -79,7 +79,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
         # Wait until the first rank has closed its tracker: torchrun ends the others as soon as one has failed.
         dist.barrier()
         if is_stop:
-            # The supervisor ends the sample role, which may still make samples that are not needed any more.
+            # The supervisor ends the sample role, which may still be making samples that nobody needs.
             exit_now(0)
         raise
     end_run(run)
@@ -92,12 +92,12 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
 
     tracker = run.tracker
     if tracker is not None:
-        tracker.say("the steps are done; the model and the report are being written")
+        tracker.say("all steps are done; writing the model and the report")
     tell_once(run, "last checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
     if tracker is not None:
         if (save_s := run.checkpointer.last_save_s) is not None:  # no further step has it in its line
             tracker.say(f"the last checkpoint took {save_s:.1f} s")
-        # Of an earlier end of the run. A kill before the new one must not leave the new model with its steps.
+        # An earlier summary of the run. A kill before the new one is written must not leave the new model with old steps.
         folder.summary.unlink(missing_ok=True)
     run.learner.save_hf(folder.hf)
     run.learner.save_adapter(folder.adapter)
@@ -111,7 +111,7 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
 def build_run(
     folder: RunFolder, config: RunConfig, stop_requested: Callable[[], str | None] = lambda: None
 ) -> "Run":
-    """Build the parts of ``train`` on this rank, resumed where the run folder holds a checkpoint."""
+    """Build the parts of ``train`` on this rank, resumed if the run folder has a checkpoint."""
     from parallel.megatron.platform import init_distributed
     from rollout.servers.control import SGLangControl
     from trainer.checkpointing import Checkpointer
@@ -173,10 +173,10 @@ def build_run(
 
 
 def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
-    """Remove the records of steps that are done again, and interrupted writes of an earlier attempt, each as large
+    """Remove the records of steps that will be done again, and interrupted writes of an earlier attempt, each as large
     as the model.
 
-    There may be no supervisor that has cleared the folder. No other learner writes there."""
+    A supervisor may not have cleared the folder. No other learner writes there."""
     for checkpoints in (folder.checkpoints, folder.critic_checkpoints):
         remove_leftovers(checkpoints, "step_*")
     for exported in (folder.hf, folder.adapter):
@@ -189,28 +189,30 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
 
 
 def warn_of_lost_lines(tracker: "Tracker", ledger: "Ledger", resumed_from: int) -> None:
-    """Say what the records lack of the step that the run goes on from: it goes on by its checkpoint alone."""
-    lacks = f"has no line of step {resumed_from}, from which the run goes on"
+    """Warn if the records lack the step that the run continues from: only its checkpoint is needed to continue."""
+    lacks = f"has no line of step {resumed_from}, from which the run continues"
     if tracker.last_step < resumed_from:
-        lost = "report and summary are of the lines that it has"
+        lost = "report and summary use only the lines that it has"
         tracker.warn_once("lost metrics", f"metrics.jsonl {lacks}: {lost}")
     if ledger.last_step < resumed_from:
-        lost = "which groups the steps without a line have used is not recorded any more"
-        tracker.warn_once("lost ledger", f"ledger.jsonl {lacks}: {lost}; the data goes on by the checkpoint")
+        lost = "it does not show which groups the missing steps have used"
+        tracker.warn_once(
+            "lost ledger", f"ledger.jsonl {lacks}: {lost}; the data continues by the checkpoint"
+        )
 
 
 def forget_trace(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> None:
     """Remove the trace of an earlier attempt if this one records, or does its steps again: a step has one trace. No
-    process has come to a step yet."""
+    process has begun a step yet."""
     if resumed_from is None or config.tracking.trace.end > resumed_from + 1:
         shutil.rmtree(folder.trace, ignore_errors=True)
 
 
 def put_older_model_aside(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> list[str]:
-    """Rename the model of an earlier end of the run if this one goes on past it. Returns the notices of it, which are on the
-    console already."""
+    """Rename the model of an earlier end of the run if this one continues past it. Returns the notices about it, which are
+    already on the console."""
     aside = folder.put_model_aside() if (resumed_from or 0) < config.steps else []
-    notices = [f"the run goes on past its {path.name}/, which is now {older}" for path, older in aside]
+    notices = [f"the run continues past its {path.name}/, which is now {older}" for path, older in aside]
     for notice in notices:
         print(notice, flush=True)
     return notices
@@ -219,7 +221,7 @@ def put_older_model_aside(folder: RunFolder, config: RunConfig, resumed_from: in
 def compare_engines(run: "Run") -> None:
     """Check before the first step that the servers give the learner's log-probs.
 
-    The servers get the weights first in a resumed run, where weights are rounded, or where the servers lent their
+    The servers first get the weights in a resumed run, if weights are rounded, or if the servers lent their
     memory to the learner. Servers that outlived the learner of an earlier attempt get them too, unless they still
     hold the weights of the start."""
     sends = run.first_step > 1 or run.config.rollout.precision is not None or run.devices.are_shared
@@ -231,22 +233,22 @@ def compare_engines(run: "Run") -> None:
         if run.weight_sync.checks_gap:
             how = "agree"
         elif run.config.rollout.precision is not None:
-            how = "differ, as the servers' weights are rounded"
+            how = "differ, since the servers' weights are rounded"
         else:
-            how = "differ, as they do not both compute in float32, and no limit is checked"
+            how = "differ, since they do not both compute in float32, and no limit is checked"
         run.tracker.say(f"before the first step, learner and servers {how}: {text}")
 
 
 def written_report(folder: RunFolder, config: RunConfig, tracker: "Tracker") -> list[Path]:
-    """Write the report; its page and its figures. An error of it is one line on the console: the run has its model and
-    its metrics, and the report can be made from these at any time."""
+    """Write the report; returns its page and its figures. An error is one line on the console: the run has its model and its
+    metrics, from which the report can be made at any time."""
     from trainer.report.page import write_report
 
     try:
         return [write_report(folder.path, config), folder.figures]
     except Exception as error:  # the boundary of what only draws
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        fix = f"the run is complete, and `{tandem_command('report', folder.path)}` makes the report anew"
+        fix = f"the run is complete, and `{tandem_command('report', folder.path)}` makes the report again"
         tracker.warn_once("report", f"the report could not be written ({why}); {fix}")
         return []
 
@@ -265,14 +267,14 @@ def end_run(run: "Run") -> None:
 
 
 def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
-    """Return when servers and sample role are ready. Every rank polls: in a collective with rank 0 it would give up
-    after ``collective_timeout_s``, however long the servers may take to start."""
+    """Return when servers and sample role are ready. Every rank polls: waiting in a collective for rank 0 would fail after
+    ``collective_timeout_s``, while the servers may take longer to start."""
     wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
     folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
 
 
 def server_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
-    """``read_lives``. Raises RolloutError where a serve role has ended, so that its servers will not come back."""
+    """``read_lives``. Raises RolloutError if a serve role has ended, since its servers will not come back."""
     from rollout.client import RolloutError
 
     lives = read_lives(folder, names)

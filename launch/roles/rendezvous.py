@@ -1,4 +1,4 @@
-"""``torchrun`` with a rendezvous of our own.
+"""``torchrun`` with Tandem's own rendezvous.
 
 ``python -m launch.roles.rendezvous`` takes torchrun's arguments and ``--rdzv-backend=tandem``.
 
@@ -38,7 +38,7 @@ BACKEND = "tandem"
 JOIN_TIMEOUT_S = 600
 """Default of ``--rdzv-conf=join_timeout=N``."""
 NO_ADDRESS = RendezvousStoreInfo("127.0.0.1", 0)
-"""MASTER_ADDR and MASTER_PORT of ranks that meet in a file; torchrun sets them in any case."""
+"""MASTER_ADDR and MASTER_PORT of ranks that meet in a file. They are unused, but torchrun always sets them."""
 
 
 class _Rendezvous(RendezvousHandler):
@@ -83,7 +83,7 @@ class OneNode(_Rendezvous):
         return RendezvousInfo(dist.HashStore(), rank=0, world_size=1, bootstrap_store_info=NO_ADDRESS)
 
     def shutdown(self) -> bool:
-        """The variable goes with the file: ranks that met there later would read addresses of these."""
+        """Remove the variable with the file: ranks that met there later would read the addresses of these ranks."""
         del os.environ[STORE_VARIABLE]
         os.close(self._file)
         return True
@@ -114,8 +114,8 @@ class SeveralNodes(_Rendezvous):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns when all agents have come. Raises RendezvousTimeoutError where some are late, and OSError where
-        the host cannot listen at its address."""
+        """Returns when all agents have joined. Raises RendezvousTimeoutError if some are late, and OSError if the host cannot
+        listen at its address."""
         store = dist.PrefixStore(self._run_id, self._open())
         node = 0 if self._is_host else store.add("agents", 1)
         if node >= self._nodes:
@@ -135,7 +135,7 @@ class SeveralNodes(_Rendezvous):
         return RendezvousInfo(store, node, self._nodes, RendezvousStoreInfo(self._host, self._port))
 
     def _open(self) -> dist.TCPStore:
-        # A store listens on every interface, unless it gets a socket that listens already.
+        # A store listens on every interface, unless it gets a socket that already listens.
         socket_number = self._listen().detach() if self._is_host else None
         host, port, is_host, timeout = self._host, self._port, self._is_host, self._timeout
         return dist.TCPStore(
@@ -148,13 +148,13 @@ class SeveralNodes(_Rendezvous):
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            text = f"{self._own_address} is no address of this host ({socket.gethostname()})"
-            fix = "start the learner's first node where it is one, or give an endpoint of this host"
+            text = f"{self._own_address} is not an address of this host ({socket.gethostname()})"
+            fix = "start the learner's first node on the host that has it, or give an endpoint of this host"
             raise OSError(error.errno, f"{text}; {fix}") from error
         address = listening.getsockname()[0]
         if address.startswith("127.") and not self._own_address.startswith("127."):
             listening.close()
-            error = f"{self._own_address} stands for {address} on this host, where no other node comes"
+            error = f"{self._own_address} resolves to {address} on this host, which no other node can reach"
             raise OSError(f"{error}; give --local-addr=ADDRESS")
         return listening
 
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
     several_nodes = any(argument.startswith("--nnodes") for argument in arguments)
     if not several_nodes and " ".join(COMMAND) in " ".join(arguments):
         fork_ranks()
-    # torchrun makes a folder for the ranks' errors, and leaves it there.
+    # torchrun makes a folder for the ranks' errors, and does not remove it.
     with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
         run.main([f"--log-dir={folder}", *arguments])
 

@@ -14,7 +14,7 @@ from launch.processes.run_folder import RunFolder, wait_for_servers
 from parallel.planning.architecture import architecture_of
 
 LOOK_S = 5.0
-"""Interval of looks whether this start of the run has ended."""
+"""Interval of checks whether this start of the run has ended."""
 
 
 def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
@@ -25,14 +25,14 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
 
     end = stopping.EndOfStart(folder)
     import_transformers_without_torch()
-    remove_abandoned()  # by now the guards have ended what a sample role that was killed has left running
+    remove_abandoned()  # by now the guards have ended all processes that a killed sample role left running
 
     def server_urls() -> list[str]:
         timeout_s = config.launch.start_timeout_s
         return wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=end.interrupt)
 
     def announce(address: str) -> None:
-        cancel_at_sigterm()  # not before: the start waits for servers outside of the event loop, which would not hear it
+        cancel_at_sigterm()  # not earlier: the start waits for servers outside of the event loop, where it has no effect
         folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
 
     try:
@@ -47,19 +47,19 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
 
 
 async def until_end(role: Coroutine, end: stopping.EndOfStart) -> None:
-    """Await ``role``, and cancel it at the end of this start of the run. In a job of Slurm SIGTERM does not end it."""
+    """Await ``role``, and cancel it at the end of this start of the run. In a Slurm job SIGTERM does not end it."""
     task = asyncio.create_task(role)
     while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
         if await asyncio.to_thread(end.has_come):  # a shared file system may take long to answer
-            print("this start of the run has ended: so does this role", flush=True)
+            print("this start of the run has ended: this role ends too", flush=True)
             task.cancel()
             break
     await task
 
 
 def cancel_at_sigterm() -> None:
-    """Have SIGTERM cancel the running task, for a role's main task: episodes under way have folders of their own, which
-    are removed as they end. A second one ends this process at once, and where it is ignored it stays so."""
+    """Let SIGTERM cancel the running task, which is a role's main task: running episodes have their own folders, which are
+    removed as they end. A second SIGTERM ends this process at once. If SIGTERM is ignored, it stays ignored."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 

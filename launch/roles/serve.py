@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.servers.fleet import ServerFleet
 
 LOOK_S = 5.0
-"""Interval of looks at the own announcement."""
+"""Interval at which the role checks its own announcement."""
 
 
 def serve(
@@ -75,36 +75,35 @@ def watch(
     *,
     restarts: int,
 ) -> None:
-    """Look at the servers until ``stop`` or ``is_over()``, and start those that have ended again, ``restarts``
-    times in all.
+    """Check the servers until ``stop`` or ``is_over()``, and restart those that have ended, ``restarts`` times in all.
 
     Raises:
-        ServerDied: one has ended, and no restart is left for it.
-        TimeoutError: one that was started again does not become healthy.
+        ServerDied: a server has ended, and no restart is left for it.
+        TimeoutError: a restarted server does not become healthy.
     """
     looked = time.monotonic()
     while not stop.wait(0.5):
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             if is_superseded(folder, name):
-                print("another start of this run has taken this role's place: its servers end", flush=True)
+                print("another start of this run has replaced this role: its servers end", flush=True)
                 return
             if is_over():
                 print("this start of the run has ended: its servers end", flush=True)
                 return
             if hung := fleet.kill_hung():
-                print(f"SGLang replicas {hung} did not answer any more, and were killed", flush=True)
+                print(f"SGLang replicas {hung} stopped answering, and were killed", flush=True)
         if restarts <= 0:
             fleet.poll()
         elif fleet.note_ended():
-            announce(folder, name, fleet)  # first: what a server leaves may take long to go
+            announce(folder, name, fleet)  # first, since cleaning up after a server may take long
             deaths = fleet.restart_ended(most=restarts)
             restarts -= len(deaths)
             for death in deaths:
-                print(f"started again ({restarts} restarts left): {death}", flush=True)
+                print(f"restarted ({restarts} restarts left): {death}", flush=True)
         if back := fleet.look_at_restarted():
             announce(folder, name, fleet)
-            text = "are ready again, for the next update of the weights"
+            text = "are ready again, and wait for the next weight update"
             print(f"SGLang replicas {back} {text}", flush=True)
 
 
@@ -114,9 +113,9 @@ def announce(folder: RunFolder, name: str, fleet: "ServerFleet") -> None:
 
 
 def is_superseded(folder: RunFolder, name: str) -> bool:
-    """Whether the address that this process has announced is gone, or another's. A node that was cut off comes back
-    with the roles of a start that the run has left behind, and nobody else may be there to end them."""
-    with contextlib.suppress(OSError):  # a file system that does not answer says nothing
+    """Whether the announced address of this process is gone, or is another process's. A node that was cut off may return with
+    roles of an earlier start of the run, and no supervisor may be left to end them."""
+    with contextlib.suppress(OSError):  # no answer from the file system is no evidence
         address = folder.read_address(name) or {}
         return (address.get("pid"), address.get("host")) != (os.getpid(), socket.gethostname())
     return False

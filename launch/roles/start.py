@@ -30,7 +30,7 @@ from rollout.terminal_text import tandem_command
 Config = TypeVar("Config", RunConfig, SftConfig)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 LAST_START_S = 60.0
-"""Limit of the wait for roles that have lost their supervisor. torchrun gives its ranks 30 s to end."""
+"""Seconds to wait for roles that have lost their supervisor. torchrun gives its ranks 30 s to end."""
 
 
 def run_role(name: str, run: Path, node: int | None = None) -> None:
@@ -45,7 +45,7 @@ def run_role(name: str, run: Path, node: int | None = None) -> None:
 
 def quiet_end() -> None:
     """Silence libraries during the interpreter's shutdown: nanobind's list of 514 leaked functions looks like an
-    error at the end of a healthy log. Tracebacks are printed before."""
+    error at the end of a healthy log. Tracebacks are printed earlier."""
 
     def silence() -> None:
         sys.stderr.flush()
@@ -67,17 +67,17 @@ def config_of(folder: RunFolder, kind: type[Config]) -> Config:
     config = load_config(folder.config)
     if not isinstance(config, kind):
         raise ValueError(
-            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_of(kind)}"
+            f"RUN: {folder.path} is a run of kind {config.kind}; this command takes runs of kind {kind_of(kind)}"
         )
     return config
 
 
 def refuse_warm_start(folder: RunFolder) -> None:
-    """For what takes a run's trained model. Raises BadInput for a warm start, which writes its model elsewhere."""
+    """For commands that use a run's trained model. Raises BadInput for a warm start, which writes its model elsewhere."""
     config = load_config(folder.config)
     if isinstance(config, SftConfig):
         raise BadInput(
-            f"RUN: {folder.path} is a warm start, whose model is the Hugging Face folder {config.output}; for its accuracy, take "
+            f"RUN: {folder.path} is a warm start, whose model is the Hugging Face folder {config.output}; for its accuracy, use "
             f"`{tandem_command('eval', 'CONFIG', f'model.path={config.output}')}` with the config of a training run"
         )
 
@@ -85,14 +85,14 @@ def refuse_warm_start(folder: RunFolder) -> None:
 def new_run(config: RunConfig | SftConfig, name: str, *, needs_lock: bool = False) -> RunFolder:
     """A new folder, which this process runs until it ends. Raises ConfigError or BadInput.
 
-    needs_lock: whether a second process might go on with it, so that a file system without locks is refused."""
+    needs_lock: whether a second process might continue the run; a file system without locks is then refused."""
     folder = run_folder.create(config.launch.runs_dir, name, resolved_yaml(config))
     try:
         return _claimed(folder)
     except BadInput as error:
         if needs_lock:
             raise
-        print(f"{error}; this process goes on without a lock", flush=True)
+        print(f"{error}; this process continues without a lock", flush=True)
         return folder
 
 
@@ -128,11 +128,11 @@ def _wait_for_last_start(folder: RunFolder) -> None:
         named = ", ".join(f"{beat.who} (pid {beat.pid})" for beat in roles)
         if time.monotonic() - began > LAST_START_S:
             error = (
-                f"resume: {folder.path} is still being run by {named}, though what started them was killed"
+                f"resume: {folder.path} is still being run by {named}, although their supervisor was killed"
             )
             raise BadInput(f"{error}; end them, then resume")
         if not told:
-            why = "what started them was killed, and a step may be finished and saved"
+            why = "their supervisor was killed, and they may be finishing and saving a step"
             print(f"waiting for the end of {named}: {why}", flush=True)
         told = True
         time.sleep(POLL_S)
@@ -153,7 +153,7 @@ def folder_of(config: RunConfig) -> RunFolder:
             _change_config(folder, config.model_copy(update={"resume": None}))
         run_folder.point_latest(folder)
     except BaseException:
-        folder.release()  # the error may keep the folder, and so its lock
+        folder.release()  # the error may hold a reference to the folder, and thus its lock
         raise
     return folder
 
@@ -184,14 +184,14 @@ def role(
 
 
 def environment(config: RunConfig | SftConfig) -> dict[str, str]:
-    """Environment variables of every role, beside those that it inherits."""
+    """Environment variables of every role, in addition to those that it inherits."""
     threads = str(config.launch.threads_per_process)
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "PYTHONOPTIMIZE": "",  # empty is unset: without docstrings, transformers cannot be imported
-        # Megatron's imports warn, and are not to fail.
+        # Megatron's imports warn, which must not fail them.
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "").replace("error", "default"),
         "HF_HUB_OFFLINE": "1",
         # -m would put the working directory before our packages, and it may hold another `trainer`.
@@ -223,8 +223,8 @@ def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> 
 
 @contextlib.contextmanager
 def progress_printer(text: str, *, still: str) -> Iterator[Callable[[float], None]]:
-    """Prints the text, and yields a function of the seconds waited. It shows "still starting after 60 s", where ``still`` is
-    "starting": on a terminal as a counting line, elsewhere in lines ever more rarely."""
+    """Prints the text, and yields a function of the seconds waited. It shows "still starting after 60 s" if ``still`` is
+    "starting": on a terminal as a counting line, elsewhere in lines that become rarer."""
     interactive = sys.stdout.isatty()
     due = 0.0 if interactive else 60.0
 

@@ -45,8 +45,8 @@ MOST_OPEN_FILES = 65_536
 
 @contextmanager
 def process_group(config: RunConfig | SftConfig) -> Iterator[None]:
-    """Inside, the ranks of a role are one group, which they leave together. ``learn`` has its own: it hears requests to stop
-    before it joins."""
+    """While entered, the ranks of a role are one group, which they leave together. ``learn`` makes its own group: it must
+    receive requests to stop before it joins."""
     import torch.distributed as dist
 
     from parallel.megatron.platform import init_distributed
@@ -65,8 +65,8 @@ def supervised(folder: RunFolder, config: SftConfig) -> None:
 
 
 def export(folder: RunFolder, config: RunConfig) -> None:
-    """Export the newest checkpoint of a run, or the one that the command asks for, into its ``export/`` folder, in one
-    process, whatever layout wrote it, and its adapters into ``export-adapter/``."""
+    """Export the newest checkpoint of a run, or the one that the command requests, into its ``export/`` folder, and its
+    adapters into ``export-adapter/``. One process does this for a checkpoint of any layout."""
     from trainer.learner import Learner
 
     learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
@@ -80,7 +80,7 @@ def export(folder: RunFolder, config: RunConfig) -> None:
 
 
 def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
-    """Load the newest whole checkpoint. A run that goes on may remove it meanwhile: it then has a newer one."""
+    """Load the newest complete checkpoint. An active run may remove it meanwhile: it then has a newer one."""
     from parallel.checkpoints.checkpoint import CheckpointError, newest_whole
 
     while True:
@@ -100,8 +100,8 @@ def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
 
 
 BESIDE_A_RUN = ("export-rank", "replay-rank")
-"""Roles of a command on the folder of a run, which may go on meanwhile. They have no beat: to all who read it, such as `tandem status`
-and `tandem stop`, it would be a sign of life of the run."""
+"""Roles of a command on the folder of a run that may still be active. They have no beat: `tandem status` and `tandem stop` would
+take it for a sign of life of the run."""
 SIDES = ("serve", "sample", "learn")
 """The roles of a training run, which may be on different nodes."""
 ROLES = {
@@ -122,7 +122,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     """Run one role in this process. Its end, good or bad, is the end of the process.
 
     node: number of the servers' node, for the serve role. Raises ValueError, before anything is started, for a run
-    of another kind, for a node that does not exist, or where the other hosts cannot reach this one.
+    of another kind, for a node that does not exist, or if the other hosts cannot reach this one.
     """
     go_on_unheard()
     run, label = ROLES[name], name
@@ -170,9 +170,9 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, which is often 1024, as far as it may be: each connection of a server, an
-    agent or a peer is one. Not further than ``MOST_OPEN_FILES``: programs that close every file that they might have open
-    take minutes where a billion are allowed."""
+    """Raise this process's limit of open files, which is often 1024, as far as allowed: each connection of a server, an agent
+    or a peer is an open file. The limit stays at most ``MOST_OPEN_FILES``: programs that close every possible file number
+    take minutes if a billion are allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -180,16 +180,16 @@ def allow_open_files() -> None:
 
 
 def rank_environment(layout: LayoutConfig) -> dict[str, str]:
-    """With one queue a GPU starts kernels in the order of the calls. Megatron-Core 0.16.1 asks for that where collectives of
-    tensor parallelism, with and without sequence parallelism, overlap with matrix products, for speed alone. A value that is
-    set is kept."""
+    """With one queue a GPU starts kernels in the order of the calls. Megatron-Core 0.16.1 requires this, for speed only, if
+    collectives of tensor parallelism, with or without sequence parallelism, overlap with matrix products. A value that is
+    already set is kept."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     return {name: "1"} if layout.tp > 1 and name not in os.environ else {}
 
 
 def recorder_of(folder: RunFolder, config: RunConfig, who: str) -> Recorder | None:
-    """None where no step is traced. The sample role begins a step before the learner: samples of the first traced step
-    may be under way by then (``rollout.max_staleness``)."""
+    """None if no step is traced. The sample role traces from one step earlier than the learner, since samples of the first
+    traced step may already be in progress then (``rollout.max_staleness``)."""
     trace = config.tracking.trace
     window = range(trace.first - (who == "sample"), trace.end)
     return Recorder(folder.trace, who, window) if trace.steps else None

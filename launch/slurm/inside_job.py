@@ -7,9 +7,9 @@
 
     what ends it                                     what follows
     the run has done all its steps                   exit code 0
-    a failure or a stop behind the last step, once   no requeue: nothing is left but the report
+    a failure or a stop after the last step, once    no requeue: only the report is missing
     the model is written
-    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the time limit or
+    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; if the time limit or
                                                      its notice was too short for a newer checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm decides about another start
     a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
@@ -62,7 +62,7 @@ from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
 STEP_TIMEOUT_S = 120
-"""Time for Slurm to begin a step; by default an ``srun`` waits for ever."""
+"""Time for Slurm to begin a step; by default an ``srun`` waits forever."""
 LOCK_TIMEOUT_S = 120.0
 """Time for the file system to release the lock of a dead node."""
 END_MARGIN_S = 30.0
@@ -72,7 +72,7 @@ END_MARGIN_S = 30.0
 def run_job(run: Path) -> int:
     """Run the folder's config on the nodes of this job. Returns the exit code.
 
-    Raises BadInput and ConfigError where another start would fail too.
+    Raises BadInput and ConfigError if another start would fail too.
     """
     go_on_unheard()  # a requeued job has its log on the disk that may have filled up
     folder = existing_run(run)
@@ -86,7 +86,7 @@ def run_job(run: Path) -> int:
         os.environ.pop(f"SLURM_{name}", None)
     os.environ.pop("SRUN_CPUS_PER_TASK", None)
     if is_finished(folder, config, note=print_message):
-        print(f"{folder.path} is finished; nothing is left to do", flush=True)
+        print(f"{folder.path} is finished; there is nothing left to do", flush=True)
         return 0
     _check(job, folder, config)
     with as_bad_input(f"RUN: {folder.path}: "):
@@ -127,7 +127,7 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     if len(job.nodes) != num_nodes(config):
         needed = f"{nodes.learner} + {nodes.rollout} nodes" if nodes is not None else "one node"
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
-        again = f"`{job_command(folder)}` makes the script anew"
+        again = f"`{job_command(folder)}` makes a new script"
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
     try:
         other = running_elsewhere(folder, job)
@@ -164,7 +164,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
         stopping.StopSignals(folder, supervisor) as signals,
     ):
         if pause > 0:
-            print(f"starting in {pause:.0f} s: the last start did not end in order", flush=True)
+            print(f"starting in {pause:.0f} s, since the last start failed", flush=True)
             time.sleep(pause)  # a signal ends it
         for role in steps:
             supervisor.start(role)
@@ -206,7 +206,7 @@ def _environment(config: RunConfig) -> dict[str, str]:
     env = environment(config) | {IN_JOB: "1"}
     is_checkout = (PACKAGE_ROOT / "setup.py").is_file()
     if config.launch.slurm.container_python is not None and not is_checkout:
-        # An installed Tandem lies among the host's packages, which would come before the image's: its torch, too.
+        # An installed Tandem is among the host's packages. These, torch included, would come before the image's.
         env["PYTHONPATH"] = ""
     return env
 
@@ -226,7 +226,7 @@ def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]
 
 
 def _address(host: str) -> str | None:
-    """The address of another node, as this one knows it; None where Slurm alone knows its name."""
+    """The address of another node, as this one knows it; None if only Slurm knows its name."""
     try:
         return socket.gethostbyname(host)
     except socket.gaierror:
@@ -265,8 +265,8 @@ def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
 
 
 def _in_container(config: RunConfig, command: Sequence[str]) -> list[str]:
-    """The command as the step runs it: by the image's interpreter, and for apptainer, which is no plugin of Slurm, inside
-    of a command that enters the image."""
+    """The command as the step runs it: by the image's interpreter. For apptainer, which is not a Slurm plugin, it is wrapped
+    in a command that enters the image."""
     slurm = config.launch.slurm
     if slurm.container_python is not None:
         command = [slurm.container_python, *command[1:]]
@@ -294,7 +294,8 @@ def _requeue_or_end(
     signals: frozenset[signal.Signals],
     begins_at: Path | None,
 ) -> int:
-    """Requeue the job where it is to go on. Returns the exit code. begins_at: the checkpoint that it went on from."""
+    """Requeue the job if the run should continue. Returns the exit code. begins_at: the checkpoint that this start continued
+    from."""
     failed, limit = isinstance(outcome, RoleFailed), config.launch.slurm.max_restarts
     print_message(_outcome_text(outcome))
     if is_finished(folder, config):
@@ -309,12 +310,12 @@ def _requeue_or_end(
         may_start_again = count_failed_start(folder, limit)
     if not may_start_again:
         notice = "raise launch.slurm.notice_s above the time of an update and a checkpoint"
-        if isinstance(outcome, stopping.Stopped):  # in order, but before its first step was done
+        if isinstance(outcome, stopping.Stopped):  # without a failure, but before its first step was done
             notice = "raise launch.slurm.time above that of a start and a step"
         starts = (
             f"{counted(limit, 'restart')} brought no newer checkpoint (launch.slurm.max_restarts={limit})"
         )
-        fix = f"{'mend the cause' if failed else notice}, then {way_on(folder)}"
+        fix = f"{'fix the cause' if failed else notice}, then {way_on(folder)}"
         print_message(f"{starts}: this job is not requeued; {fix}")
     elif asks_requeue:
         _requeue(folder, job)
@@ -324,8 +325,8 @@ def _requeue_or_end(
 
 
 def _is_late(config: RunConfig) -> bool:
-    """Whether the time limit may be what ends this start, and no pre-emption, which comes at any time: it is in the
-    second half of its time. (The job's time began before this process did, by the prologue of its nodes.)"""
+    """Whether the time limit may have ended this start, rather than a pre-emption, which can come at any time: the job is in
+    the second half of its time. (The job's time began before this process, with the prologue of its nodes.)"""
     return time.time() - psutil.Process().create_time() > seconds(config.launch.slurm.time) / 2
 
 
@@ -341,18 +342,20 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     except RuntimeError as error:
         print_message(f"{error}; {way_on(folder)}")
     else:
-        next_start = "goes on from the newest checkpoint"
+        next_start = "continues from the newest checkpoint"
         if folder.newest_checkpoint() is None:
             damage = folder.damage_of_newest()
             next_start = (
-                f"finds no whole checkpoint{damage}" if damage else "begins anew, without a checkpoint"
+                f"finds no whole checkpoint{damage}"
+                if damage
+                else "starts from the beginning, without a checkpoint"
             )
         print_message(f"job {job.id} is requeued, and {next_start}")
 
 
 class Signals:
-    """A context manager that records the signals of this process, whatever handler is set: the supervisor's handlers
-    come and go."""
+    """A context manager that records the signals of this process, whichever handler is set: the supervisor sets and removes
+    its handlers."""
 
     def __enter__(self) -> "Signals":
         self._received: set[signal.Signals] = set()
@@ -373,14 +376,14 @@ class Signals:
 
 @contextlib.contextmanager
 def echoed(path: Path) -> Iterator[None]:
-    """Inside, print new lines of a file that another host writes."""
+    """While entered, print new lines of a file that another host writes."""
     over = threading.Event()
 
     def follow(position: int) -> None:
         decoder, last = codecs.getincrementaldecoder("utf-8")(errors="replace"), False
         while not last:
             last, new = over.wait(ECHO_EVERY_S), b""  # one more look for the last lines
-            with contextlib.suppress(OSError), path.open("rb") as file:  # not there yet, or not for a moment
+            with contextlib.suppress(OSError), path.open("rb") as file:  # not there yet, or briefly missing
                 file.seek(position)
                 new = file.read()
             position += len(new)

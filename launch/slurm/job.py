@@ -15,15 +15,15 @@ from launch.processes.run_folder import RunFolder, write_json
 from trainer.file_system import read_file
 
 TIMEOUT_S = 60
-"""Limit of a command to Slurm's controller."""
+"""Seconds that a command to Slurm's controller may take."""
 FORGOTTEN = "Invalid job id"
 """In squeue's error for a job that Slurm has forgotten: it ended some time ago."""
 NO_ANSWER = re.compile(
     "Unable to contact|timed out|Unexpected message|Zero Bytes|standby mode", re.IGNORECASE
 )
-"""In errors of commands to a controller that is down, busy or just starting, and knows nothing of the request."""
+"""In errors of commands to a controller that is down, busy or starting, and has not seen the request."""
 PATIENCE_S = 600.0
-"""Time for such a controller to answer a job that cannot begin, or is not requeued, without it."""
+"""Time for such a controller to answer a job that needs it to begin, or to be requeued."""
 ASK_AGAIN_S = 5.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
@@ -36,8 +36,8 @@ ASKED_OF_SLURM = (
 )  # fmt: skip
 """Requests that Slurm's commands take from the environment, as SLURM_NAME (srun) and SBATCH_NAME (sbatch).
 
-An allocation exports its own for the sruns inside it. A job that is submitted from there, by ``salloc`` or in a notebook's job,
-inherits them, although it asked for other things, and each srun that does not contradict them fails."""
+An allocation exports its own requests for the sruns inside it. A job that is submitted from there, by ``salloc`` or in a notebook's
+job, inherits them, even if it requested something else, and each srun that does not override them fails."""
 
 
 class OtherCluster(RuntimeError):
@@ -50,7 +50,7 @@ class Job:
 
     id: str
     names: frozenset[str]
-    """All names of the job: an element of an array has a number of its own, and ARRAY_ELEMENT."""
+    """All names of the job: an element of an array has its own number, and ARRAY_ELEMENT."""
     nodes: tuple[str, ...]
     restart: int
     cluster: str | None = None
@@ -83,8 +83,8 @@ class Job:
         return recorded_job(folder) in self.names and not _differ(_cluster_of(folder), self.cluster)
 
     def requeue(self) -> None:
-        """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses, or does
-        not answer for PATIENCE_S."""
+        """Requeue this job, which soon ends this process. Raises RuntimeError if Slurm refuses, or does not answer for
+        PATIENCE_S."""
         try:
             ask_slurm("scontrol", "requeue", self.id, patience_s=PATIENCE_S)
         except RuntimeError as error:
@@ -94,8 +94,7 @@ class Job:
 
 
 def record(job: str, cluster: str | None, *, nodes: Sequence[str] = (), restart: int = 0) -> dict:
-    """The content of job.json. A job's number says which one it is within its cluster alone, and two clusters may have one
-    file system."""
+    """The content of job.json. A job's number is unique only within its cluster, and two clusters may share a file system."""
     return {"job_id": job, "cluster": cluster, "nodes": list(nodes), "restart": restart}
 
 
@@ -106,7 +105,7 @@ def recorded_job(folder: RunFolder) -> str | None:
 
 
 def _cluster_of(folder: RunFolder) -> str | None:
-    """The cluster of ``recorded_job``; None where it was not known."""
+    """The cluster of ``recorded_job``; None if it was unknown."""
     job = read_file(folder.job, {"cluster": str}, [])
     return None if job is None else job["cluster"]
 
@@ -116,7 +115,7 @@ def _differ(one: str | None, other: str | None) -> bool:
 
 
 def cluster_here(timeout_s: float = TIMEOUT_S) -> str | None:
-    """The name of the cluster that this host's commands ask; None where Slurm does not say."""
+    """The name of the cluster that this host's commands ask; None if Slurm does not say."""
     if name := os.environ.get("SLURM_CLUSTER_NAME"):
         return name
     try:
@@ -128,10 +127,10 @@ def cluster_here(timeout_s: float = TIMEOUT_S) -> str | None:
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
-    """The id of another job than ``job`` that runs this folder or waits to run it, by Slurm; None where there is
-    none. Raises RuntimeError where Slurm does not say: such a job may be running. ``job`` itself waits for PATIENCE_S.
+    """The id of another job than ``job`` that runs this folder or is queued to run it, by Slurm; None if there is
+    none. Raises RuntimeError if Slurm does not say: such a job may be running. ``job`` itself waits for PATIENCE_S.
 
-    The lock of ``RunFolder.claim`` is not enough: on some shared file systems one host alone sees it.
+    The lock of ``RunFolder.claim`` is not enough: on some shared file systems only one host sees it.
     """
     other, cluster = recorded_job(folder), _cluster_of(folder)
     if other is None or (job is not None and job.is_recorded(folder)) or shutil.which("squeue") is None:
@@ -150,21 +149,21 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
 
 
 def why_not_free(folder: RunFolder) -> str | None:
-    """Why the folder is not to be started, with the fix: a job of Slurm runs it or waits to, or Slurm does not say."""
+    """Why the folder must not be started, with the fix: a Slurm job runs it or is queued to, or Slurm does not say."""
     try:
         job = running_elsewhere(folder)
     except RuntimeError as error:
         return str(error)
     if job is None:
         return None
-    return f"{folder.path} is of job {job}, which runs or waits; wait for it, or end it with `scancel {job}`"
+    return f"{folder.path} belongs to job {job}, which runs or is queued; wait for it, or end it with `scancel {job}`"
 
 
 def is_finished(
     folder: RunFolder, config: RunConfig, note: Callable[[str], object] = lambda text: None
 ) -> bool:
-    """Whether all steps are done and the model is written. Not where that cannot be read, of which ``note`` gets the
-    reason: going on writes it again."""
+    """Whether all steps are done and the model is written. False if the model cannot be read: continuing the run writes it
+    again. ``note`` then gets the reason."""
     damaged: list[str] = []
     done = folder.steps_of_model(damaged)
     for text in damaged:
@@ -173,13 +172,13 @@ def is_finished(
 
 
 def count_failed_start(folder: RunFolder, limit: int) -> bool:
-    """Count a start that did not end in order. Returns whether another start is allowed.
+    """Count a failed start. Returns whether another start is allowed.
 
-    A newer checkpoint than at the last such start begins the count anew.
+    A newer checkpoint than at the last failed start resets the count.
     """
     failures = _failures(folder) + 1
     if failures > limit:
-        folder.restarts.unlink(missing_ok=True)  # a start by hand begins anew
+        folder.restarts.unlink(missing_ok=True)  # a start by hand resets the count
         return False
     write_json(folder.restarts, {"checkpoint": _newest(folder), "failures": failures}, flush=True)
     return True
@@ -211,12 +210,12 @@ def _newest(folder: RunFolder) -> str | None:
 def ask_squeue(
     job: str, form: str, *, cluster: str | None = None, timeout_s: float = TIMEOUT_S, patience_s: float = 0.0
 ) -> str:
-    """squeue's line of a job in the format ``form``; "" for a job that Slurm has forgotten. Raises RuntimeError where
-    squeue fails in another way, or knows another job by this number: that says nothing of the job.
+    """squeue's line of a job in the format ``form``; "" for a job that Slurm has forgotten. Raises RuntimeError if squeue
+    fails in another way, or has another job of this number, so the job's state is unknown.
 
-    cluster: the one that the job is of; None: not known."""
+    cluster: of the job; None: unknown."""
     if isinstance(cluster, str) and _differ(cluster, here := cluster_here(timeout_s)):
-        raise OtherCluster(f"it is of the cluster {cluster}, and this one is {here}")
+        raise OtherCluster(f"it belongs to the cluster {cluster}, and this one is {here}")
     try:
         command = ("squeue", "--noheader", f"--jobs={job}", f"--format={form}", "--states=all")
         return ask_slurm(*command, timeout_s=timeout_s, patience_s=patience_s)
@@ -227,9 +226,9 @@ def ask_squeue(
 
 
 def ask_slurm(*command: str, timeout_s: float = TIMEOUT_S, patience_s: float = 0.0) -> str:
-    """The output of a command to Slurm. Raises RuntimeError with its error where it fails.
+    """The output of a command to Slurm. Raises RuntimeError with its error if it fails.
 
-    patience_s: time in which it is given again where the controller does not answer."""
+    patience_s: time in which the command is repeated if the controller does not answer."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

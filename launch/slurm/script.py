@@ -1,8 +1,8 @@
 """The batch script of a run, or of an array of runs, for Slurm, and its submission.
 
     one run      RUN/train.sbatch, log RUN/logs/slurm-JOB.log
-    an array     a folder of its own with train.sbatch and a link to the run folder of each element. The link is named by the
-                 element's number, through which Slurm finds its log, and the script its run.
+    an array     its own folder with train.sbatch and a link to the run folder of each element. The link has the element's
+                 number as its name: through it Slurm finds the log, and the script the run.
 
 Everything is checked before anything is written: every element's config, and the script by ``bash -n`` and,
 before a submission, by ``sbatch --test-only``.
@@ -48,7 +48,7 @@ _OPTIONS_BY_SOURCE = {
 DECIDED = {option: source for source, options in _OPTIONS_BY_SOURCE.items() for option in options}
 """Options of sbatch that are decided elsewhere: option -> field, or other source."""
 ASK_FOR_CORES = frozenset({"--exclusive", "--cpus-per-gpu"})
-ONE_REQUEST = "one job array asks for the same of Slurm for every run; submit such runs one by one"
+ONE_REQUEST = "a job array makes the same request to Slurm for every run; submit such runs one by one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def other_request(config: RunConfig, first: RunConfig) -> str:
-    """What an array's element asks of Slurm otherwise than the first, whose script all elements share; "" for
-    nothing. The job has one name."""
+    """The requests to Slurm of an array's element that differ from the first element's, whose script all share; "" if none
+    do. The job has one name."""
     own, its = (
         [*directives(each.model_copy(update={"name": first.name}), log=""), *each.launch.slurm.setup]
         for each in (config, first)
@@ -101,7 +101,7 @@ def check(config: RunConfig) -> list[str]:
     for option in slurm.options:
         name = option.removeprefix("--").split("=")[0]
         if name in DECIDED:
-            error = f"launch.slurm.options: --{name} is decided by {DECIDED[name]}"
+            error = f"launch.slurm.options: --{name} is set by {DECIDED[name]}"
             problems.append(f"{error}; set that, and remove it here")
     limit = seconds(slurm.time)
     if slurm.notice_s + SIGNAL_SLACK_S >= limit:
@@ -120,7 +120,7 @@ def seconds(time: str) -> int:
 
 
 def note_on_cores(config: RunConfig) -> str | None:
-    """A warning where nothing asks for the cores of a node: its one task starts all processes of the run there."""
+    """A warning if no option requests the cores of a node: its one task starts all processes of the run there."""
     slurm = config.launch.slurm
     if slurm.cpus_per_node is not None or {o.partition("=")[0] for o in slurm.options} & ASK_FOR_CORES:
         return None
@@ -155,7 +155,7 @@ def directives(config: RunConfig, *, log: str, count: int | None = None) -> list
 
 
 def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count: int | None = None) -> str:
-    """The whole batch script. Raises ValueError where Slurm would misread characters of the folder's path."""
+    """The whole batch script. Raises ValueError if Slurm would misread characters of the folder's path."""
     if not re.fullmatch(r"[A-Za-z0-9._/+=@,:%-]+", place.log) or "%" in str(place.script):
         raise ValueError(
             f"launch.runs_dir: the path {str(place.script.parent)!r} has spaces or other characters that a line of a batch script cannot "
@@ -174,7 +174,7 @@ def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count:
 
 def check_script(text: str, *, by_slurm: bool) -> None:
     """Check the script by the shell and, before a submission, by Slurm. Raises ValueError with their errors."""
-    shell = (["bash", "-n"], "the shell", "mend launch.slurm.setup")
+    shell = (["bash", "-n"], "the shell", "fix launch.slurm.setup")
     sbatch = ["sbatch", "--test-only", *_requests(text)]
     slurm = (sbatch, "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)")
     for command, program, fix in (shell, slurm) if by_slurm else (shell,):
@@ -185,24 +185,24 @@ def check_script(text: str, *, by_slurm: bool) -> None:
 
 def require_sbatch() -> None:
     if shutil.which("sbatch") is None:
-        fix = "run it where Slurm is, or leave --submit out and take the script there"
+        fix = "run it on a host with Slurm, or leave --submit out and copy the script there"
         raise ValueError(f"--submit: there is no `sbatch` here; {fix}")
 
 
 def submit(script: Path) -> tuple[str, str | None]:
-    """Submit the script. Returns the number of the new job and, where Slurm has chosen among several, its cluster. Raises
+    """Submit the script. Returns the number of the new job and, if Slurm has chosen among several, its cluster. Raises
     ValueError with the error of ``sbatch``."""
     done = _run_command(["sbatch", "--parsable", *_requests(script.read_text()), str(script)])
     if done.returncode:
         error = f"sbatch refuses {script}: {' '.join(done.stderr.split())}"
-        raise ValueError(f"{error}; the script is kept, to be submitted later")
+        raise ValueError(f"{error}; the script is kept and can be submitted later")
     job, _, cluster = done.stdout.strip().partition(";")
     return job, cluster or None
 
 
 def _requests(text: str) -> list[str]:
-    """The script's requests as options of sbatch: those alone come before the environment's (SBATCH_ACCOUNT, SBATCH_SIGNAL, ...),
-    which take the place of a script's."""
+    """The script's requests as options of sbatch: only options override the environment's requests (SBATCH_ACCOUNT,
+    SBATCH_SIGNAL, ...), which override a script's."""
     head, _, _ = text.partition("\n\n")
     return re.findall(r"^#SBATCH (\S+)$", head, re.MULTILINE)
 

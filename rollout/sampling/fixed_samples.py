@@ -91,7 +91,7 @@ async def prefill_logprobs(
     SGLang gives log-probs of prompt tokens from unscaled logits, whatever the temperature of the request. The
     prefill starts at the first token, so that no key or value of an earlier decode comes from the cache.
 
-    Raises GenerationError where the server refuses, is late or gone, or answers for other tokens or without finite log-probs.
+    Raises GenerationError if the server refuses, is late or gone, or answers for other tokens or without finite log-probs.
     """
     logprobs: list[float] = []
     began, tokens, done = time.perf_counter(), 0, 0
@@ -139,7 +139,7 @@ async def _request_prefill(session: aiohttp.ClientSession, url: str, part: list[
         content = await response.read()
         if response.status != 200:
             message = server_message(content)
-            # A server takes longer sequences than prompts, and the whole sequence is the prompt here.
+            # A server's limit is lower for prompts than for sequences, and here the whole sequence is the prompt.
             less = BEHIND_PROMPT - BEHIND_SEQUENCE
             fix = f"; lower rollout.max_new_tokens by {less}" if is_too_long(message) else ""
             raise GenerationError(
@@ -149,7 +149,7 @@ async def _request_prefill(session: aiohttp.ClientSession, url: str, part: list[
 
 
 def _last_logprobs(reply: dict, ids: list[int], count: int, vocab_size: int) -> list[float]:
-    """SGLang takes the vocabulary's last token for a part of an image and names it 0; the log-prob is right."""
+    """SGLang mistakes the vocabulary's last token for a part of an image and reports it as id 0; the log-prob is right."""
     triples = reply["meta_info"]["input_token_logprobs"]
     if [token for _, token, *_ in triples] != [token if token < vocab_size - 1 else 0 for token in ids]:
         raise GenerationError(

@@ -1,8 +1,8 @@
 """Messages between learner and sample role: msgpack over ZeroMQ.
 
-Groups have their numbers per token behind the msgpack, as plain bytes (``rollout/columns.py``):
+The values per token of groups follow the msgpack as plain bytes (``rollout/columns.py``):
 
-    0xc1, 7 zeros    which no msgpack begins with
+    0xc1, 7 zeros    no msgpack begins like this
     8 bytes          the length of the msgpack, little endian
     the msgpack, and zeros up to a multiple of ``ALIGNMENT``
     the content
@@ -27,12 +27,12 @@ class SamplingError(RolloutError):
 
 
 class SampleRoleLost(SamplingError):
-    """The sample role's process has ended, or its host is gone. Its answer will never come."""
+    """The sample role's process has ended, or its host is gone. It will never answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeSelection:
-    """Of all groups that a step uses up, before dynamic sampling leaves some of them out."""
+    """Statistics of all groups that a step uses up, before dynamic sampling leaves some of them out."""
 
     reward_mean: float
     """Of the samples that were scored."""
@@ -54,20 +54,20 @@ class BeforeSelection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingStats:
-    """Cost of one reply. Requests and retries count since the reply before, as some are for later steps."""
+    """Cost of one reply. Requests and retries count since the previous reply, since some are for later steps."""
 
     seconds: float
-    """From the question to the answer."""
+    """From the request to the reply."""
     requests: int
     """Completions requested."""
     retries: int
-    """Completions requested again, since an attempt failed in transport or ran out of time."""
+    """Completions requested again after an attempt failed in transport or ran out of time."""
     failed_rewards: int
     """Samples whose reward raised or ran out of time; they are not scored."""
     reward_retries: int = 0
     """Requests to reward models and judges that were repeated."""
     resampled_groups: int = 0
-    """Groups sampled in place of groups without signal (dynamic sampling)."""
+    """Groups sampled instead of groups without signal (dynamic sampling)."""
     filled_groups: int = 0
     """Groups without signal that were handed out after the last round of dynamic sampling."""
     scored: int = 0
@@ -79,17 +79,17 @@ class SamplingStats:
     prompts: list[str] = field(default_factory=list)
     """The prompt of each group that it uses up, in order."""
     without_signal: list[int] = field(default_factory=list)
-    """Numbers of those that are not handed out, for lack of signal."""
+    """Numbers of the groups that are not handed out, for lack of signal."""
     before_selection: BeforeSelection | None = None
-    """None without dynamic sampling, which would hand out the same groups."""
+    """None without dynamic sampling, since the groups before and after selection are then the same."""
     idle_s: float = 0.0
-    """Seconds since the reply before in which no sample, of an evaluation neither, was at the servers."""
+    """Seconds since the previous reply without any sample at the servers, neither for training nor for evaluation."""
     running_groups: int = 0
-    """Groups of later steps that are being sampled, when the step's groups are handed out."""
+    """Groups of later steps that are still being sampled when the step's groups are handed out."""
     ready_groups: int = 0
-    """Groups of later steps that are finished by then."""
+    """Groups of later steps that are finished at that time."""
     left_out_prompts: int = 0
-    """Prompts of the data that are too long, and never sampled."""
+    """Prompts of the data that are too long and never sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +101,25 @@ class EvaluationResult:
     count: int
     """Samples: problems times samples_per_prompt."""
     length_mean: float
-    """Tokens that the policy sampled, end tokens included, in a sample in which it had a turn."""
+    """Mean number of tokens that the policy sampled, end tokens included, over samples in which it had a turn."""
     truncated_fraction: float
-    """Share of these samples that a limit of tokens cut off, in the last turn of their first sequence."""
+    """Share of these samples that a token limit cut off, in the last turn of their first sequence."""
     failed: int = 0
-    """Samples whose reward or episode failed. Their reward counts as 0, and they are wrong unless the part of the reward that
-    decides was computed."""
+    """Samples whose reward or episode failed. Their reward counts as 0. They count as wrong, unless the part of the reward
+    that decides correctness was computed."""
     first_failure: str | None = None
-    """Prompt and error of the first of them, further sets and greedy answers included; in the whole result alone."""
+    """Prompt and error of the first failure, over all sets and greedy answers. Only the whole result has it."""
     accuracy_error: float | None = None
     """Standard error of the accuracy over problems, since samples of one problem are not independent. None for
     a single problem."""
     pass_at: dict[int, float] = field(default_factory=dict)
     """pass@k: the probability that k samples of a problem hold a right one, as a mean over problems; k of 2 or more."""
     greedy: "EvaluationResult | None" = None
-    """Of one answer per problem at temperature 0, where the config asks for it."""
+    """Result of one answer per problem at temperature 0, if the config asks for it."""
     sets: "dict[str, EvaluationResult]" = field(default_factory=dict)
-    """Of further held-out sets, by name."""
+    """Results of further held-out sets, by name."""
     sources: "dict[str, EvaluationResult]" = field(default_factory=dict)
-    """Of the problems of each source, by its name, where each has a reward of its own."""
+    """Results by the name of the problems' source, if each source has its own reward."""
     groups: list[Group] = field(default_factory=list, compare=False)
     """Samples of the first problems of each set, to look at; in the whole result alone."""
 
@@ -129,12 +129,11 @@ class SamplerState:
     """The sampler's position in the data, which is all that a resumed run needs."""
 
     position: int
-    """Groups handed out since the start, over all epochs, which is the number of the next one too."""
+    """Groups handed out since the start, over all epochs. The next group has this number."""
     num_prompts: int
-    """Size of the training set, by which a resumed run notices another one."""
+    """Size of the training set. A resumed run compares it to notice other data."""
     prompts: int | None = None
-    """``digest_of`` the training prompts, by which it notices others of the same size. None in the states of earlier
-    versions."""
+    """``digest_of`` the training prompts, to notice other data of the same size. None in states of earlier versions."""
 
 
 class NextGroups(msgspec.Struct, frozen=True, tag=True):
@@ -145,7 +144,7 @@ class NextGroups(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Before an update of the weights. Samples that are not at the servers yet wait for the request after it."""
+    """Sent before a weight update. Samples that are not yet at the servers wait for the next request."""
 
     within_s: float
 
@@ -167,7 +166,7 @@ class Groups(msgspec.Struct, frozen=True, tag=True):
     groups: list[Group]
     stats: SamplingStats
     state: SamplerState
-    """After these groups."""
+    """State after these groups."""
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):
@@ -220,12 +219,12 @@ def encode(message: Request | Reply) -> bytes | memoryview:
 
 
 def decode_request(content: bytes | memoryview) -> Request:
-    """Raises msgspec.DecodeError and UnicodeDecodeError for what is no request."""
+    """Raises msgspec.DecodeError or UnicodeDecodeError if the content is not a request."""
     return msgspec.msgpack.decode(content, type=Request)
 
 
 def decode_reply(content: bytes | memoryview) -> Reply:
-    """The arrays of groups are views of ``content``. Raises as ``decode_request``, for what is no reply."""
+    """The arrays of groups are views of ``content``. Raises the same errors as ``decode_request``."""
     if bytes(content[: len(_MARK)]) != _MARK:
         return msgspec.msgpack.decode(content, type=Evaluated | Done | Failure)
     end = _PREFIX + int.from_bytes(content[len(_MARK) : _PREFIX], "little")

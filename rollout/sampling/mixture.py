@@ -1,9 +1,9 @@
-"""The order of a mixture: prompts of several sources in the shares of their weights. It is an endless row of places, of which
-each epoch takes the next n:
+"""The order of a mixture: prompts of several sources in the shares of their weights. The order is an endless row of places.
+Each epoch takes the next n:
 
-    round     a fixed row of sources, of which each has as many places as its weight in smallest whole numbers; the same round
-              fills the places again and again, without regard to epochs
-    pass      a permutation of a source's prompts, by the seed and the number of the pass; the places of a source take its
+    round     a fixed row of sources. A source has as many places in it as its weight in smallest whole numbers. The same
+              round repeats, without regard to epochs
+    pass      a permutation of a source's prompts, by the seed and the number of the pass. The places of a source take its
               passes one after another
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from configs.schema.sampler import MixtureOrder
 
 PASSES_OF_A_SEED = 256
-"""Prompts that a generator of random numbers shuffles at least, in several passes of a small source: to seed one takes as
-long as to shuffle some dozens."""
+"""Least number of prompts that one random generator shuffles, over several passes if the source is small: seeding a
+generator takes as long as shuffling some dozens of prompts."""
 
 
 def mixture_order(config: MixtureOrder, sources: Sequence[str], *, seed: int) -> Callable[[int], list[int]]:
@@ -58,9 +58,9 @@ def mixture_order(config: MixtureOrder, sources: Sequence[str], *, seed: int) ->
 def source_round(turns: Sequence[int]) -> np.ndarray:
     """Numbers of the sources in the order of a round, in which source i has ``turns[i]`` places.
 
-    In the first t places each source has ⌊t·w⌋ to ⌈t·w⌉, w its share of the round. To that end its place j must be in
-    [⌊j / w⌋, ⌈(j + 1) / w⌉). All such windows can be kept at once, since each source's places spread evenly over time keep
-    theirs in fractions, and to serve the earliest end first then keeps them (Baruah et al. 1996, proportionate progress).
+    With w its share of the round, each source has ⌊t·w⌋ to ⌈t·w⌉ of the first t places. Its place j must therefore be in
+    [⌊j / w⌋, ⌈(j + 1) / w⌉). All windows can be kept at once: spreading each source evenly over time keeps them in
+    fractions, and serving the earliest end first then keeps them in whole places (Baruah et al. 1996, proportionate progress).
     """
     total = sum(turns)
     given, result = [0] * len(turns), np.empty(total, np.int32)

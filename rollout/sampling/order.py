@@ -1,13 +1,13 @@
-"""The order of the training prompts in an epoch. It follows from the seed, the epoch and the records alone, so that a
-resumed run goes on where it was, and takes as many prompts as there are:
+"""The order of the training prompts in an epoch. It depends only on the seed, the epoch and the records, so a resumed run
+continues where it was. An epoch takes as many prompts as there are:
 
     shuffle      a random permutation
     sequential   the order of the data
     mixture      several sources by weights (``mixture.py``)
-    function     f(num_prompts, seed, epoch, **settings) -> num_prompts indices, of which some may repeat and others miss.
+    function     f(num_prompts, seed, epoch, **settings) -> num_prompts indices; some may repeat and others be missing.
                  A parameter ``rows`` gets the records of the data file, by index.
 
-``serve`` tries a function before a start, in a process of its own (``launch/checks/own_parts.py`` is the other end of its
+``serve`` tries a function before a start, in its own process (``launch/checks/own_parts.py`` holds the other end of the
 pipe).
 """
 
@@ -36,8 +36,8 @@ def prompt_order(config: SamplerConfig, num_prompts: int, *, seed: int, rows: Ca
     """The order that ``config`` names. ``rows``: the records of the prompts; called for a mixture, and for functions that
     want them.
 
-    Raises ValueError where a function cannot be imported, or the records and the weights of a mixture do not go together;
-    the order raises it where a function does not keep to its contract.
+    Raises ValueError if a function cannot be imported, or if the records and the weights of a mixture do not match. The
+    order raises ValueError if a function breaks its contract.
     """
     match config:
         case ShuffledOrder():
@@ -60,7 +60,7 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def load(own: OwnFunction) -> Callable:
-    """Raises ValueError where the function cannot be imported or called with its arguments."""
+    """Raises ValueError if the function cannot be imported or called with its arguments."""
     function = import_function("sampler function", own.function, "module:function, e.g. my_order:easy_first")
     if problem := call_problem(own, function, GIVEN, [FURTHER]):
         raise _broken(own, function, problem)
@@ -82,7 +82,7 @@ def _ordered(
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit()
         raise _broken(own, function, f"{about}, it raised {describe(error)}; correct it") from error
     if len(order) != num_prompts:
-        fix = "return one index for each prompt; an index may repeat in place of another"
+        fix = "return one index for each prompt; an index may repeat instead of another"
         raise _broken(own, function, f"{about}, it returned {len(order)} indices; {fix}")
     wrong = next((index for index in order if not 0 <= index < num_prompts), None)
     if wrong is not None:
@@ -101,7 +101,7 @@ def serve(descriptor: int) -> None:
 
 def _attempt(what: str, fields: Mapping[str, Any], row: Mapping[str, Any] | None) -> None:
     """what: "import" or "call", on made data. fields: of the function. row: the first record of the data. Raises
-    ValueError where the function cannot be used, or does not keep to its contract."""
+    ValueError if the function cannot be used, or breaks its contract."""
     own = TypeAdapter(OwnFunction).validate_python(fields)
     function = load(own)
     if what == "import":

@@ -1,4 +1,4 @@
-"""Groups under way: which of them may start, and which make up a step.
+"""Groups in progress: which of them may start, and which make up a step.
 
 Groups are numbered in the order of the data, and every step takes the next P of them
 (P = ``rollout.prompts_per_step``). While the learner makes step s, groups of the steps s + 1 ... s + k may
@@ -7,10 +7,10 @@ already be sampled (k = ``rollout.max_staleness``):
     group g may start when  g < (newest + k + 1) P        newest: updates of the weights since the start
     step s takes exactly    s P <= g < (s + 1) P
 
-A token is thus at most k versions older than the weights that its step trains. The bound holds whatever the
-answers' lengths; no group is dropped, and no clock decides. With k = 0 the steps are synchronous.
+A token is thus at most k versions older than the weights that its step trains. The bound holds for answers of any
+length; no group is dropped, and no clock decides. With k = 0 the steps are synchronous.
 
-Under dynamic sampling a step takes more groups, and ``step_end`` takes the place of P.
+Under dynamic sampling a step takes more groups, and ``step_end`` replaces P.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rollout.records import Group
 class ScoredGroup:
     group: Group
     has_signal: bool
-    """False where dynamic sampling replaces the group."""
+    """False if dynamic sampling replaces the group."""
     failures: list[str]
     """Prompt and error of each sample whose reward or episode failed."""
     num_usable: int
@@ -36,9 +36,9 @@ def step_end(start: int, count: int, max_rounds: int, lacks_signal: Sequence[boo
 
         N_1 = count,  N_(r+1) = count + (groups without signal among the first N_r),  end = start + N_max_rounds
 
-    These are as many groups as rounds would sample of which each replaces what the one before lacked. A group
+    Rounds in which each replaces the groups that lacked a signal in the one before would sample as many groups. A group
     that is not finished counts as one with signal (``lacks_signal`` False, or left out), so the end can only
-    grow as groups finish: what lies before it belongs to this step or an earlier one in any case.
+    grow as groups finish. All groups before it belong to this step or an earlier one in any case.
     """
     end = start + count
     for _ in range(max_rounds - 1):
@@ -77,7 +77,7 @@ class GroupPool:
         return len(self._tasks) - self.running
 
     def admit(self, count: int, *, ahead: int) -> None:
-        """Start the groups of the next step, of ``count`` groups with signal, and of ``ahead`` further steps."""
+        """Start the groups of the next step (``count`` groups with signal) and of ``ahead`` further steps."""
         self._count, self._steps = count, 1 + ahead
         self._start_admitted()
 
@@ -95,13 +95,13 @@ class GroupPool:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
 
     def hand_out(self, number: int) -> None:
-        """The first ``number`` groups leave the pool: a whole step."""
+        """Remove the first ``number`` groups, a whole step, from the pool."""
         del self._tasks[:number], self._lacks_signal[:number]
         self._first += number
         self._steps -= 1
 
     async def restart(self, first: int) -> None:
-        """Cancel all groups, wait until they have ended, and go on with group ``first``."""
+        """Cancel all groups, wait until they have ended, and continue with group ``first``."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

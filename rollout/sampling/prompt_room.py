@@ -1,9 +1,9 @@
 """Room for a prompt beside ``rollout.max_new_tokens``, computed without a tokenizer before a start.
 
-SGLang 0.5.23 takes less than the positions of the model and the size of its KV pool. With L the smaller one of the two it
+SGLang 0.5.23 accepts less than the positions of the model and the size of its KV pool. With L the smaller of the two, it
 refuses a prompt of L - 6 tokens or more, and it cuts a sequence off at L - 2 (``max_req_len`` and ``max_req_input_len`` in
-managers/tp_worker.py, ``init_req_max_new_tokens`` in managers/scheduler.py). Of a pool in pages of P tokens it keeps back
-two pages, one of them for a prompt's last page (``max_new_tokens_for_memory`` in mem_cache/allocator/base.py); a request
+managers/tp_worker.py, ``init_req_max_new_tokens`` in managers/scheduler.py). It reserves two pages of a pool in pages of P
+tokens, one of them for a prompt's last page (``max_new_tokens_for_memory`` in mem_cache/allocator/base.py); a request
 that needs the last page waits forever.
 """
 
@@ -51,7 +51,7 @@ class PromptRoom:
 
 
 def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> PromptRoom:
-    """The room that the limits of a sequence leave to a prompt.
+    """The room for a prompt within the limits of a sequence.
 
     A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into
     one micro-batch of the learner. ``max_positions`` is max_position_embeddings of the model's config.json.
@@ -100,7 +100,7 @@ def _server_limits(rollout: RolloutConfig, max_positions: int) -> Iterator[Seque
 
 
 def server_limit(name: str, value: int, *, page: int = 1) -> SequenceLimit:
-    """What a server takes of ``value`` places, in pages of ``page``."""
+    """What a server accepts with ``value`` places, in pages of ``page``."""
     sequence = value // page * page - BEHIND_SEQUENCE * page
     return SequenceLimit(
         name=name, value=value, sequence=sequence, prompt=min(value - BEHIND_PROMPT, sequence - 1)
@@ -108,7 +108,7 @@ def server_limit(name: str, value: int, *, page: int = 1) -> SequenceLimit:
 
 
 def _whole(flag: object) -> int | None:
-    """The number of a flag; None where it is none, which SGLang refuses at its start."""
+    """The number of a flag; None if it is not a number, which SGLang refuses at its start."""
     try:
         return int(str(flag))
     except ValueError:
@@ -116,8 +116,8 @@ def _whole(flag: object) -> int | None:
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:
-    """Refuse a too long example of a supervised warm start, which would end the training when it is drawn,
-    perhaps hours later.
+    """Refuse an example of a supervised warm start that is too long. It would end the training when it is drawn, perhaps
+    hours later.
 
     Raises:
         ValueError: with the place ``where``, the length, the limit and the fix.

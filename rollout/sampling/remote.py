@@ -32,12 +32,12 @@ from rollout.sampling.messages import (
 
 A = TypeVar("A", Groups, Evaluated, Done)
 Find = Callable[[], Mapping[str, Any] | None]
-"""What the sample role of the present has announced: its ``address``, and what tells its process from others. None
+"""What the current sample role has announced: its ``address``, and values that distinguish its process from others. None
 while it starts."""
 LOOK_UP_EVERY_S = 0.2
 """Interval of ``meanwhile`` during a wait for an answer."""
 FIND_EVERY_S = 1.0
-"""Interval of looks for a successor, in the run folder, which may be on a shared file system."""
+"""Interval at which the run folder, which may be on a shared file system, is polled for a successor."""
 
 
 def _do_nothing() -> None:
@@ -47,14 +47,14 @@ def _do_nothing() -> None:
 class RemoteSampler:
     """Client of the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
-    Every method raises SamplingError when the sample role reports a failure, or does not answer in
-    ``timeout_s``. It raises SampleRoleLost when the role is gone: its process has ended, its host has been silent
-    for ``peer_timeout_s``, or another process has taken its place (``find``). ``meanwhile`` is called repeatedly
+    Every method raises SamplingError if the sample role reports a failure, or does not answer in
+    ``timeout_s``. It raises SampleRoleLost if the role is gone: its process has ended, its host has been silent
+    for ``peer_timeout_s``, or another process has replaced it (``find``). ``meanwhile`` is called repeatedly
     during a wait that can take minutes. An exception from it ends the wait, and the answer is dropped.
 
     Args:
-        find: where the role may be started again. ``follow`` then connects to its successor, which knows nothing
-            of what was asked before.
+        find: given if the role may be restarted. ``follow`` then connects to its successor, which knows nothing of earlier
+            requests.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class RemoteSampler:
         self._context.term()
 
     def follow(self, *, within_s: float, meanwhile: Callable[[], None] = _do_nothing) -> bool:
-        """Connect to the role's successor, once it has announced itself. Returns whether one came ``within_s``.
-        ``peer_timeout_s`` is the time for the lost role's own announcement to go."""
+        """Connect to the role's successor once it has announced itself. Returns whether one did so ``within_s``.
+        The lost role's own announcement may take up to ``peer_timeout_s`` to disappear."""
         if self._find is None:
             return False
         self._drop_channel()
@@ -116,7 +116,7 @@ class RemoteSampler:
         return reply.groups, reply.stats, msgspec.to_builtins(reply.state)
 
     def drain(self, within_s: float, meanwhile: Callable[[], None] = _do_nothing) -> None:
-        """Return when no training sample is at the servers, or after ``within_s``. Further ones wait for the next
+        """Return when no training sample is at the servers, or after ``within_s``. Further samples wait for the next
         request."""
         self._request_reply(Drain(within_s), Done, meanwhile)
 
@@ -133,7 +133,7 @@ class RemoteSampler:
         self._request_reply(LoadState(sampler_state), Done)
 
     def stop(self) -> None:
-        """Have the sample role end."""
+        """Tell the sample role to end."""
         self._request_reply(Stop(), Done)
 
     def _request_reply(
@@ -144,7 +144,7 @@ class RemoteSampler:
         try:
             self._wait_for_answer(channel, request, meanwhile)
         except BaseException:
-            self._drop_channel()  # a REQ socket with an outstanding answer can send nothing else
+            self._drop_channel()  # a REQ socket cannot send while an answer is outstanding
             raise
         reply = decode_reply(channel.recv())
         if isinstance(reply, Failure):
@@ -175,7 +175,9 @@ class RemoteSampler:
             return
         self._found_at = time.monotonic()
         if self._find() not in (None, self._process):
-            raise SampleRoleLost(f"the sample role at {self._address} is gone: another has taken its place")
+            raise SampleRoleLost(
+                f"the sample role at {self._address} is gone: another process has replaced it"
+            )
 
     def _open_channel(self) -> Requester:
         if self._channel is None:

@@ -4,7 +4,7 @@ learner (rank 0)                         this process, one event loop
 RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
               <-- reply or Failure ---   └─ GroupSampler: one task per group generates (HTTP, bounded by the
                                             client), one task per sample decodes and scores; groups of later
-                                            steps go on between two requests (``pool.py``)
+                                            steps continue between two requests (``pool.py``)
 """
 
 import gc
@@ -99,9 +99,9 @@ async def run_sample_role(
     Args:
         policy: the model of the config.
         server_urls: waits for the servers. It is called after the data is loaded and checked and every reward model
-            has answered, all of which happens while the servers start.
-        announce: called once with this role's address on ``host``, as soon as it takes requests.
-        host: agents of an environment reach the policy there too.
+            has answered. All of this happens while the servers start.
+        announce: called once with this role's address on ``host``, as soon as it accepts requests.
+        host: agents of an environment also reach the policy there.
         log_dir: folder for the log of a router, if the config has one.
         doing: called with each activity, for status reports.
         key: the learner proves it to this role, and this role to the servers.
@@ -147,13 +147,13 @@ async def run_sample_role(
                 seed=config.seed,
                 order=order,
             )
-            gc.freeze()  # spares collections the tokenizer, the prompts and the libraries, which stay
+            gc.freeze()  # the tokenizer, the prompts and the libraries stay: collections need not visit them
             timeout_s = config.launch.peer_timeout_s
             await serve(sampler, announce=announce, host=host, peer_timeout_s=timeout_s, key=key, doing=doing)
 
 
 def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None:
-    """The sampler's limits for samples to train on; None where these come from the full distribution, as those of evaluations
+    """The sampler's limits for training samples. None: they come from the full distribution, as evaluation samples always
     do."""
     if not rollout.is_truncated:
         return None
@@ -161,7 +161,7 @@ def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None
 
 
 def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTokenizerBase", Task]:
-    """The model's tokenizer and the task. Raises ValueError where one of them, or a prompt, cannot be used."""
+    """The model's tokenizer and the task. Raises ValueError if one of them, or a prompt, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary_size(len(tokenizer), policy.vocab_size, config.model.path)
     keep_rows = (
@@ -180,12 +180,12 @@ def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTok
 
 
 def task_that_fits(task: Task, config: RunConfig, *, max_positions: int) -> Task:
-    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``), which would end
-    the run when they are drawn, perhaps hours later.
+    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``). Such a prompt would
+    end the run when it is drawn, perhaps hours later.
 
     Raises:
-        ValueError: such prompts are not to be left out, or no others are there: with the longest of them, its
-            length, the limits and the fix.
+        ValueError: the config does not allow leaving such prompts out, or all prompts are too long. The message has the
+            longest of them, its length, the limits and the fix.
     """
     fitting = partial(_fitting, config, max_positions)
     train = fitting("training", task.train)
@@ -243,8 +243,8 @@ async def serve(
                     request = decode_request(message)
                 # The client has proved the key: such a message comes from another version of Tandem.
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    logger.error("a message that is no request was refused: %s", error)
-                    await channel.send(encode(Failure(f"this is no request of the sample role: {error}")))
+                    logger.error("refused a message that is not a request: %s", error)
+                    await channel.send(encode(Failure(f"this is not a request to the sample role: {error}")))
                     continue
                 doing(type(request).__name__)
                 if isinstance(request, NextGroups):
@@ -269,7 +269,7 @@ def _set_options(channel: zmq.asyncio.Socket, key: RunKey | None, peer_timeout_s
 
 @contextmanager
 def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
-    """Inside, the CURVE sockets of ``context`` refuse all connections but the learner's, which proves ``key``."""
+    """While entered, the CURVE sockets of ``context`` refuse all connections except the learner's, which proves ``key``."""
     if key is None:
         yield
         return
@@ -300,7 +300,7 @@ async def _answer(channel: zmq.asyncio.Socket, sampler: GroupSampler, request: R
         await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
         raise
     content = encode(reply)
-    # The learner trains for minutes on what it gets: nothing of a step stays here meanwhile.
+    # The learner trains for minutes on the reply: this process keeps nothing of the step meanwhile.
     del reply
     await channel.send(content, copy=False)
 

@@ -1,10 +1,10 @@
 """Prompts to groups of scored samples: one task per group.
 
-Only ``next_groups`` moves the position in the data, and only when all its groups are complete: a state taken
+Only ``next_groups`` moves the position in the data, and only when all its groups are complete, so a state taken
 between two requests resumes exactly. Groups that are sampled ahead of their step (``pool.py``) are not in the
 state; a resumed run samples them again under the same numbers and seeds. The position counts every prompt that
-a step has used, those without signal too. Weights, versions (the learner names the newest), the choice of a
-replica and what happens within a sample are not its concern.
+a step has used, including those without signal. Other files handle weights, versions (the learner names the newest), the
+choice of a replica, and the turns within a sample.
 """
 
 import hashlib
@@ -42,12 +42,12 @@ from rollout.terminal_text import on_one_visible_line
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 8
-"""Limit of the failed rewards of one request that are logged one by one."""
+"""Failed rewards of one request that are logged one by one; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """What an evaluation keeps of a sample (see ``Sample``). Of thousands of samples the tokens are gigabytes."""
+    """What an evaluation keeps of a sample (see ``Sample``). The tokens of thousands of samples would take gigabytes."""
 
     reward: float | None
     correct: bool
@@ -61,7 +61,7 @@ class Graded:
 
 
 class GroupSampler:
-    """Samples groups in the order of the prompts, and evaluates on held-out prompts. For one task at a
+    """Samples groups in the order of the prompts, and evaluates on held-out prompts. It serves one call at a
     time."""
 
     def __init__(
@@ -79,8 +79,9 @@ class GroupSampler:
         seed: int,
         order: Order,
     ) -> None:
-        """evaluation_client, evaluation_samples: for held-out prompts, which do not wait behind training prompts. scorer: of
-        ``samples``, for its count of retries. kept_problems: see ``TrackingConfig.evaluation_problems``.
+        """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training prompts.
+        scorer: the scorer of ``samples``; its retries are counted. kept_problems: see
+        ``TrackingConfig.evaluation_problems``.
 
         Raises:
             ValueError: the task has no training prompts.
@@ -110,7 +111,7 @@ class GroupSampler:
 
     async def load_state(self, state: SamplerState | None) -> None:
         """Continue from another sampler's state of the same seed and data; None: from the start of the data.
-        Groups that are being sampled are given up.
+        Groups that are being sampled are cancelled.
 
         Raises:
             ValueError: the training set is not the state's.
@@ -128,23 +129,23 @@ class GroupSampler:
         await self._pool.restart(0 if state is None else state.position)
 
     async def close(self) -> None:
-        """Give up the groups that are being sampled."""
+        """Cancel the groups that are being sampled."""
         await self._pool.restart(self._pool.first)
 
     async def next_groups(
         self, count: int, *, newest: int, max_staleness: int, ahead: int = 0
     ) -> tuple[list[Group], SamplingStats]:
-        """The groups of the next ``count`` prompts in order, each with ``group_size`` scored siblings. From now on
-        the groups of ``ahead`` further steps are sampled too, also after the return.
+        """The groups of the next ``count`` prompts in order, each with ``group_size`` scored siblings. The groups of
+        ``ahead`` further steps are sampled at the same time, and continue after the return.
 
         With dynamic sampling: the next ``count`` groups whose siblings differ, in the order of their prompts.
-        If the rounds give too few of them, the first groups without signal are kept in their places.
+        If the rounds give too few of them, the first groups without signal fill their places.
 
         Raises:
             SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than
                 ``newest``; or every reward failed.
-            GenerationError: a completion could not be obtained. The position stays where it was, and all
-                groups are sampled anew.
+            GenerationError: a completion could not be obtained. The position does not move, and the next call samples all
+                groups again.
         """
         began = time.perf_counter()
         await self._client.see_version(newest)
@@ -265,7 +266,7 @@ class GroupSampler:
     def _summarise_sources(
         self, prompts: Sequence[Prompt], answers: "Sequence[Sequence[Graded]]"
     ) -> dict[str, EvaluationResult]:
-        """answers: to ``prompts``, and then others."""
+        """answers: those to ``prompts`` come first; further ones are ignored."""
         by_source: dict[str, list[Sequence[Graded]]] = {}
         for prompt, samples in zip(prompts, answers, strict=False):
             if (source := self._scorer.source_name(prompt)) is not None:
@@ -273,7 +274,7 @@ class GroupSampler:
         return {source: _summarise_samples(samples) for source, samples in sorted(by_source.items())}
 
     async def _sample_group(self, number: int) -> ScoredGroup:
-        """The training group of this number, which is its place in the order of the data too."""
+        """The training group of this number, which is also its position in the order of the data."""
         prompt, size = self._prompt_at(number), self._rollout.group_size
         seeds = self._sample_seeds(prompt, size, attempt=number)
         samples = await self._samples.sample(
@@ -376,7 +377,7 @@ def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int)
 
 
 def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
-    """Standard error of the share of right samples, as that of a mean over clusters (problems) of equal size."""
+    """Standard error of the share of right samples, as the mean over clusters (problems) of equal size."""
     shares = [sum(samples) / len(samples) for samples in right]
     return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
@@ -391,7 +392,7 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 
 
 def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """pass@k over problems with as many samples each: for k = 2, 4, 8, … and all samples."""
+    """pass@k over problems with the same number of samples each: for k = 2, 4, 8, … and all samples."""
     most = len(right[0])
     ks = sorted({most, *(2**power for power in range(1, most.bit_length()))} - {1})
     return {
@@ -400,10 +401,11 @@ def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
 
 
 def _summarise_samples(sampled: Sequence[Sequence[Graded]]) -> EvaluationResult:
-    """A sample that was not scored has a reward of 0. It is wrong, unless a part failed that does not decide."""
+    """A sample that was not scored has a reward of 0. It counts as wrong, unless only a reward part failed that does not
+    decide correctness."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)
-    # An episode may fail before a turn.
+    # An episode may fail before its first turn.
     lengths = [sample.num_sampled for sample in samples if sample.num_sampled]
     right = [[sample.correct for sample in samples] for samples in sampled]
     return EvaluationResult(

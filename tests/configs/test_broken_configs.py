@@ -633,7 +633,7 @@ TABLE = {
         error="cannot train a model with experts", fix="use bfloat16",
     ),
     "resume without a checkpoint": Broken(
-        options="resume=stopped_early", field="resume", value="stopped_early", error="holds no complete checkpoint",
+        options="resume=stopped_early", field="resume", value="stopped_early", error="has no complete checkpoint",
         fix="start again with `tandem train stopped_early/config.yaml`",
     ),
     "resume of a warm start": Broken(
@@ -650,14 +650,14 @@ TABLE = {
     ),
     "resume of a run of another model": Broken(
         options="resume=stopped_early model.path=7b", field="model.path", value="7b",
-        error="`model.path` of stopped_early is dense, and the weights in 7b are others", fix="give the same model, or start a new run",
+        error="`model.path` of stopped_early is dense, but the weights in 7b differ", fix="give the same model, or start a new run",
     ),
     "resume in another precision": Broken(
         options="resume=stopped_early model.dtype=float16", field="model.dtype", value="float16",
         error="`model.dtype` of stopped_early is bfloat16, but float16 was given", fix="or start a new run",
     ),
     "resume with fewer steps than are done": Broken(
-        options="resume=stopped_late steps=6", field="resume", value="stopped_late", error="has done 7 steps, and steps=6 is below",
+        options="resume=stopped_late steps=6", field="resume", value="stopped_late", error="has done 7 steps, more than steps=6",
         fix="give steps=7 or more",
     ),
     "evaluation without held-out problems": Broken(
@@ -872,12 +872,12 @@ TABLE = {
     ),
     "embeddings that the server multiplies by a number of its own": Broken(
         options="model.path=gemma rollout.dtype=bfloat16 rollout.sglang_plugin=false", field="rollout.sglang_plugin", value="false",
-        error="SGLang does not round the number that multiplies the embeddings of a gemma3_text to bfloat16",
+        error="SGLang does not round the factor of the embeddings of a gemma3_text to bfloat16",
         fix="leave it out, so that servers use Tandem's",
     ),
     "experts in one tensor, rounded to a grid": Broken(
         options="model.path=sinks rollout.precision=int8", field="rollout.precision", value="int8",
-        error="the experts of a gpt_oss are one tensor", fix="use bf16 or fp16",
+        error="a gpt_oss stores all experts of a layer in one tensor", fix="use bf16 or fp16",
     ),
     "adapters that are no smaller": Broken(
         options="learner.lora={rank: 100000}", field="learner.lora.rank", value="100000", error="learner.lora.rank=100000 is above",
@@ -953,11 +953,11 @@ TABLE = {
     ),
     "nodes on this machine": Broken(
         options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
-        error="this machine alone cannot run launch.nodes", fix="use `tandem slurm`, `tandem prepare`, or remove it",
+        error="one machine cannot run a config with launch.nodes", fix="use `tandem slurm`, `tandem prepare`, or remove it",
     ),
     "evaluation on nodes": Broken(
         command="eval", options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
-        error="this machine alone cannot run launch.nodes", fix="set launch.nodes=null",
+        error="one machine cannot run a config with launch.nodes", fix="set launch.nodes=null",
     ),
     "rewards of sources of a task without records": Broken(
         options="reward.type=by_field reward.rewards.math.type=gsm8k", field="reward.type, task.type", value="countdown",

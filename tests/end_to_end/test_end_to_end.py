@@ -84,12 +84,12 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     stop = tandem("stop", "runs/latest", cwd=folder)
     said = finish(process)
     assert (stop.returncode, process.returncode) == (0, 75), stop.stderr + said
-    assert re.search(r"stopped after step 3: SIGUSR1; it goes on with `tandem resume ", stop.stdout), (
+    assert re.search(r"stopped after step 3: SIGUSR1; it continues with `tandem resume ", stop.stdout), (
         stop.stdout
     )
     path, steps = (folder / "runs" / "latest").resolve(), steps_of(folder)
     assert [s["step"] for s in steps] == [1, 2, 3]
-    go_on = rf"stopped after step 3 on request; go on with `tandem resume \S*{path.name}`"
+    go_on = rf"stopped after step 3 on request; continue with `tandem resume \S*{path.name}`"
     assert "stopping (SIGUSR1)" in said and re.search(go_on, said), said
     assert {file.name for file in (path / "checkpoints").glob("step_*")} == {"step_000002", "step_000003"}
     assert not (path / "hf").exists() and not (path / "summary.json").exists()

@@ -99,7 +99,7 @@ def test_a_learner_rank_that_dies_ends_the_run_with_an_error_and_no_process(fold
     assert process.returncode == 1, said
     named = rf"rank \d of this node \(pid {found[-1].pid}\) was killed by SIGKILL"
     assert "role ended with" in said and re.search(named, said), said
-    assert re.search(r"Saved: step \d+, in .*go on with `tandem resume ", said), said
+    assert re.search(r"Saved: step \d+, in .*continue with `tandem resume ", said), said
     for step in steps_of(folder):
         assert step["mismatch/logprob_gap_max"] > EXACT_TOLERANCE and step["mismatch/ess"] > 0.9
         assert step["loss/kl"] > 0 and step["loss/entropy"] < 0 and step["optim/grad_norm"] > 0

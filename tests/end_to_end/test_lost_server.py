@@ -45,9 +45,11 @@ def test_servers_and_the_sample_role_may_end_and_come_back_as_often_as_allowed_a
     stopped = rf"\(pid {victim.pid}\) had been stopped \(SIGSTOP\) for 1 s, and was killed"
     ended = rf"(?s){stopped}.*replica \d \(pid {victim.pid}\) was killed by SIGKILL"
     assert "role ended with" in said and re.search(ended, said), said
-    assert re.search(r"Saved: step \d+, in .*go on with `tandem resume ", said), said
+    assert re.search(r"Saved: step \d+, in .*continue with `tandem resume ", said), said
     newest = f"step_{steps_of(tmp_path)[-1]['step']:06d}"  # the learner is well, and loses nothing
     assert (tmp_path / "runs/latest/checkpoints" / newest / "complete.json").exists(), said
     serve = (tmp_path / "runs/latest/logs/serve.log").read_text()
-    assert "was killed by SIGKILL" in serve and "are ready again, for the next update" in serve
+    assert (
+        "was killed by SIGKILL" in serve and "are ready again, and wait for the next weight update" in serve
+    )
     assert_nothing_left(tmp_path)

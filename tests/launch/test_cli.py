@@ -120,7 +120,7 @@ def test_one_machine_shares_its_gpus_where_they_are_too_few_for_both(tmp_path, m
     assert placement(1) == ("colocated", 1)
     said = capsys.readouterr().out
     assert "# launch.placement=colocated: learner and servers take turns" in said
-    assert "GPUs of their own would be 2 and 1 is visible" in said
+    assert "separate ones would need 2 and 1 is visible" in said
     assert placement(2) == placement(0) == ("auto", 1)
     assert placement(4, "layout.tp=4", "rollout.tp=4") == ("colocated", 4)
     assert placement(1, "launch.placement=separate")[0] == "separate"
@@ -261,7 +261,7 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypat
     assert ended.value.code == 2
     assert (
         capsys.readouterr().err
-        == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
+        == f"tandem: RUN: {tmp_path} is a run of kind sft; this command takes runs of kind train\n"
     )
 
 
@@ -269,7 +269,7 @@ def test_a_warm_start_is_neither_resumed_nor_exported(tmp_path, model):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({
         "kind": "sft", "model": {"path": str(model)}, "data": {"type": "countdown"}, "output": "warm",
     }))  # fmt: skip
-    with pytest.raises(BadInput, match="is a warm start, which saves nothing to go on from"):
+    with pytest.raises(BadInput, match="is a warm start, which saves no checkpoint to continue from"):
         training.resume(tmp_path, ["steps=3"])
     for command in (training.evaluate, results.export):  # its model is not in its folder
         with pytest.raises(
@@ -305,7 +305,7 @@ def test_an_interrupted_run_says_what_it_saved_and_how_it_goes_on(
         monkeypatch.setattr(start, "_claimed", lambda folder: folder)  # the error above keeps the lock
         with pytest.raises(Interrupted):
             training.resume(run, [])
-        assert f"goes on from step 2, {run.resolve()}/checkpoints/step_000002\n" in capsys.readouterr().out
+        assert f"continues from step 2, {run.resolve()}/checkpoints/step_000002\n" in capsys.readouterr().out
 
 
 def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):
@@ -405,7 +405,7 @@ def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, 
             claim()
     assert run._held == []
     assert start.new_run(config, "eval").config.is_file()  # nothing goes on with it
-    assert "this process goes on without a lock" in capsys.readouterr().out
+    assert "this process continues without a lock" in capsys.readouterr().out
 
 
 def without_links(path, target):

@@ -104,7 +104,7 @@ def test_schema_of_a_part_and_of_a_misspelt_one(capsys):
         and all(line.startswith("optimizer") for line in lines)
         and len(lines) > 5
     )
-    with pytest.raises(BadInput, match=r"FIELD: rolout is no field of kind train.*did you mean .*rollout"):
+    with pytest.raises(BadInput, match=r"FIELD: rolout is not a field of kind train.*did you mean .*rollout"):
         print_schema("train", "rolout", as_json=False)
 
 
@@ -313,7 +313,7 @@ def test_following_a_run_ends_with_it(tmp_path):
         return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
 
     ended = follow().communicate(timeout=300)
-    assert ended[0] == "one\n" and "the run is not going on here (not started)" in ended[1]
+    assert ended[0] == "one\n" and "the run is not active on this machine (not started)" in ended[1]
 
     holding = """
 import pathlib, sys

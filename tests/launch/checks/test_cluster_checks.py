@@ -92,7 +92,7 @@ def without_cuda(monkeypatch):
 def test_the_driver_of_a_run_on_one_node_is_looked_at(nvidia_smi, without_cuda):
     nvidia_smi(*["NVIDIA H200, 143771, 4, 580.65"] * 8)
     found = failures(checks_of_node(None, config_of("qwen2_5_7b")))
-    assert "gpus" not in found and "torch is the build without CUDA" in found["driver"]
+    assert "gpus" not in found and "torch was built without CUDA" in found["driver"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_busy_gpus_and_a_build_without_cuda_are_found(nvidia_smi, without_cuda):
     nvidia_smi("NVIDIA H200, 143771, 4, 580.65", "NVIDIA H200, 143771, 70000, 580.65")
     found = failures(checks_of_node(None, None))
     assert "GPU 1 has 70000 MiB in use" in found["gpus"]
-    assert "torch is the build without CUDA" in found["driver"]
+    assert "torch was built without CUDA" in found["driver"]
 
 
 def test_what_nvidia_smi_does_not_tell_is_no_problem(nvidia_smi, monkeypatch):
@@ -251,7 +251,7 @@ def test_ports_that_a_firewall_closes_are_named(greeting, said):
         thread = threading.Thread(target=answer)
         thread.start()
         problem = cluster_meeting._connect(card | {"port": stranger.getsockname()[1]}, 5.0)
-        assert problem is not None and "is answered by something else" in problem and said in problem
+        assert problem is not None and "is answered by another program" in problem and said in problem
         thread.join(timeout=10)
 
 

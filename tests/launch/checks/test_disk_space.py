@@ -235,7 +235,7 @@ def test_a_damaged_model_is_not_exported_as_if_it_were_whole(finished, tmp_path,
     with pytest.raises(BadInput, match=rf"its model is damaged: .*{name} .*{told}[\s\S]*move .*hf away"):
         results.export(finished.path, tmp_path / "out")
     (finished.hf / name).unlink()
-    with pytest.raises(BadInput, match=r"move .*hf away, and the model of the newest checkpoint is exported"):
+    with pytest.raises(BadInput, match=r"move .*hf away to export the newest checkpoint instead"):
         results.export(finished.path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -285,7 +285,7 @@ def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeyp
 
     with (
         monkeypatch.context() as patched,
-        pytest.raises(BadInput, match=r"^RUN: \S+/hf was renamed while it was copied"),
+        pytest.raises(BadInput, match=r"^RUN: \S+/hf was renamed during the copy"),
     ):
         patched.setattr(results.shutil, "copytree", copy_late)
         results.export(finished.path, tmp_path / "out")

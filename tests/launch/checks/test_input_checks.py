@@ -573,7 +573,7 @@ def test_every_heldout_set_is_checked_like_the_first(capsys):
     write_jsonl("hard.jsonl", {"prompt": "3 + 3", "answer": "6"})
     assert problems(*sets) == []
     assert (
-        "# task.heldout_sets.hard: 1 of the 1 held-out prompts are trained on too" in capsys.readouterr().out
+        "# task.heldout_sets.hard: 1 of the 1 held-out prompts are also trained on" in capsys.readouterr().out
     )
     (problem,) = problems(*sets, "task.heldout_path=null")
     assert problem.field == "task.heldout_sets, task.heldout_path" and "name one of the files" in (
@@ -588,7 +588,7 @@ def test_what_is_rarely_meant_is_said(capsys):
     assert problems("rollout.prompts_per_step=5") == []
     said = capsys.readouterr().out
     assert "# task.train_path: 2 of 3 prompts of train.jsonl repeat an earlier one" in said
-    assert "# task.heldout_path: 1 of the 2 held-out prompts are trained on too" in said
+    assert "# task.heldout_path: 1 of the 2 held-out prompts are also trained on" in said
     assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
 
 
@@ -604,13 +604,13 @@ def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):
     assert problems("data.messages_field=messages", config="sft.yaml") == []
     said = capsys.readouterr().out
     assert (
-        "earlier ones of the assistant, such as in pairs.jsonl:line 1, are read alone. data.learned_turns=all"
+        "earlier ones of the assistant, such as in pairs.jsonl:line 1, are context. data.learned_turns=all"
         in said
     )
     assert "its records have `tools`, which no prompt shows; data.tools_field=tools gives them" in said
     template("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")()
     assert problems("data.messages_field=messages", "data.learned_turns=all", config="sft.yaml") == []
-    assert "are read alone" not in capsys.readouterr().out
+    assert "are context" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ def config(tmp_path) -> RunConfig:
         ("10 20", "10 20-", None),
         ("10 20-", "10 20", None),
         ("10 20", "10", None),
-        ("10 20", "10- 20-", "holds no step whose checkpoints of policy and critic are both complete"),
-        ("10- 20", "10 20-", "holds no step whose checkpoints of policy and critic are both complete"),
+        ("10 20", "10- 20-", "has no step whose checkpoints of policy and critic are both complete"),
+        ("10- 20", "10 20-", "has no step whose checkpoints of policy and critic are both complete"),
         ("10 20", "", "was trained without a critic"),
-        ("10- 20-", "10 20", "holds no complete checkpoint to go on from"),
+        ("10- 20-", "10 20", "has no complete checkpoint to continue from"),
     ],
 )
 def test_a_run_with_a_critic_goes_on_from_the_newest_step_that_is_whole_in_both(
@@ -92,8 +92,7 @@ def test_the_models_beside_the_policy_are_those_of_the_run(resumed, tmp_path, fi
     assert not resumed([*kl, a], [moved])
     (other,) = resumed([*kl, a], [b])
     assert (
-        f"`{field}.path` of {tmp_path}/run is {tmp_path}/a, and the weights in {tmp_path}/b are others"
-        in other
+        f"`{field}.path` of {tmp_path}/run is {tmp_path}/a, but the weights in {tmp_path}/b differ" in other
     )
     (precision,) = resumed([*kl, a], [f"{field}.dtype=float16"])
     assert f"`{field}.dtype` of {tmp_path}/run is bfloat16, but float16 was given" in precision

@@ -96,7 +96,7 @@ def test_what_may_go_is_listed_and_only_apply_removes_it(littered, tmp_path):
     assert done.returncode == 0, done.stderr
     assert files(run.path) == before and "`tandem clean runs --apply` removes them" in done.stdout
     assert "checkpoints/step_000007" in done.stdout and "checkpoint.keep=2" in done.stdout
-    assert "16 may go" in done.stdout, done.stdout
+    assert "16 can be removed" in done.stdout, done.stdout
     done = tandem("clean", "runs", "--apply", cwd=tmp_path)
     assert done.returncode == 0 and "removed 16" in done.stdout and "freed" in done.stdout
     assert files(run.path) == stays
@@ -153,7 +153,7 @@ def test_a_run_that_may_go_on_elsewhere_is_left_alone(tmp_path):
     (run.path / "metrics.lost.jsonl").touch()
     (run.path / "metrics.jsonl").touch()
     done = tandem("clean", "--apply", cwd=tmp_path)
-    assert "may be going on elsewhere" in done.stdout and (run.path / "metrics.lost.jsonl").exists()
+    assert "may be running on another host" in done.stdout and (run.path / "metrics.lost.jsonl").exists()
     os.utime(run.path / "metrics.jsonl", (0, 0))
     done = tandem("clean", "--apply", cwd=tmp_path)
     assert "removed 1" in done.stdout and not (run.path / "metrics.lost.jsonl").exists()
@@ -176,7 +176,7 @@ def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(tmp_path):
     (run.path / "metrics.jsonl").touch()
     before = files(tmp_path)
     done = tandem("clean", "--models", "--apply", cwd=tmp_path)
-    assert "may be going on elsewhere" in done.stdout and "may still need it" in done.stdout
+    assert "may be running on another host" in done.stdout and "may still need it" in done.stdout
     assert files(tmp_path) == before
 
 
@@ -273,7 +273,8 @@ def test_a_sweep_that_names_paths_elsewhere_is_left_alone(tmp_path, name):
         write_json(sweep / "sweep.json", {"runs": runs})
         done = tandem("clean", "--apply", cwd=tmp_path)
         assert (
-            "left alone: runs/tiny-sweep: runs/tiny-sweep/sweep.json is no memory of a sweep" in done.stdout
+            "left alone: runs/tiny-sweep: runs/tiny-sweep/sweep.json is not the memory of a sweep"
+            in done.stdout
         )
         assert f"{name!r} is no name in a folder" in done.stdout and mine.exists()
 

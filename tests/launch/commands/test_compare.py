@@ -62,12 +62,12 @@ def test_settings_are_shown_as_they_are(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["runs/a"], "runs/a alone has nothing to be compared with"),
-        (["runs/b", "runs/latest"], "alone has nothing to be compared with"),
+        (["runs/a"], "runs/a is the only run, so there is nothing to compare"),
+        (["runs/b", "runs/latest"], "is the only run, so there is nothing to compare"),
         (["runs/a", "runs/warm"], "is a run of kind sft"),
         (["runs/a", "nowhere"], "nowhere is not a folder"),
         (["runs/a", "runs", "nowhere"], "it has no config.yaml"),
-        (["runs/new", "runs/new/../new", "runs/warm/../new"], "alone has nothing"),
+        (["runs/new", "runs/new/../new", "runs/warm/../new"], "is the only run"),
         (["runs/a", "runs/b", "--out", "runs/a/metrics.jsonl"], "name a file that ends with .html"),
     ],
 )

@@ -89,7 +89,7 @@ def gpu(gib: float) -> Device:
         (
             ["train", "run.yaml"],
             ["layout.dp=2", "launch.nodes={gpus_per_node: 4}"],
-            ["whose size is not known here"],
+            ["whose size is unknown here"],
         ),
         (
             ["slurm", "run.yaml"],
@@ -188,7 +188,7 @@ def test_a_run_goes_on_after_its_model_has_moved(stopped, folder, capsys):
     """The run names it as dense. What has moved is known by its weights, where both are here; else it is told."""
     shutil.copytree("dense", "copy")
     training.resume(stopped.path, ["model.path=copy"], dry_run=True)
-    assert "cannot be seen" not in capsys.readouterr().err
+    assert "is unknown" not in capsys.readouterr().err
     Path("dense").rename("moved")
     training.resume(stopped.path, ["model.path=moved"], dry_run=True)
     assert f"# the weights of dense, the model of {stopped.path}, are not here" in capsys.readouterr().err
@@ -198,9 +198,7 @@ def test_a_run_goes_on_after_its_model_has_moved(stopped, folder, capsys):
     assert f"# the weights of dense, the model of {stopped.path}, are not here" in capsys.readouterr().err
     shutil.rmtree("dense")
     Path("copy").rename("dense")
-    with pytest.raises(
-        ConfigError, match=r"`model\.path` .* is dense, and the weights in experts are others"
-    ):
+    with pytest.raises(ConfigError, match=r"`model\.path` .* is dense, but the weights in experts differ"):
         training.resume(stopped.path, ["model.path=experts"], dry_run=True)
 
 
@@ -218,7 +216,7 @@ def test_a_finished_run_is_told_of_and_begun_no_more(stopped, monkeypatch, capsy
     training.resume(stopped.path, [], dry_run=True)
     assert "processes that would be started" in capsys.readouterr().out
     with pytest.raises(
-        ConfigError, match=r"has done 7 steps, and steps=6 is below\s+fix: +give steps=7 or more"
+        ConfigError, match=r"has done 7 steps, more than steps=6\s+fix: +give steps=7 or more"
     ):
         training.resume(stopped.path, ["steps=6"], dry_run=True)
 
@@ -316,8 +314,8 @@ def test_the_batch_by_hand(folder):
         "1 to 6, by the lengths",
     ):
         assert words in text
-    assert "at least 2 where every response has rollout.max_new_tokens=14" in text
-    assert "at most 3 where no prompt has more than 14 tokens" in text
+    assert "at least 2 if every response has rollout.max_new_tokens=14" in text
+    assert "at most 3 if no prompt has more than 14 tokens" in text
 
 
 def test_what_is_known_of_prompts_from_a_file(folder):

@@ -33,9 +33,7 @@ def test_a_metric_that_no_evaluation_has_is_refused(overrides, message):
 
 def test_the_best_step_is_the_one_that_is_named_and_complete(tmp_path):
     folder = RunFolder(tmp_path)
-    with pytest.raises(
-        BadInput, match=r"--best: .* has kept no best checkpoint; train with checkpoint.keep_best"
-    ):
+    with pytest.raises(BadInput, match=r"--best: .* has no best checkpoint; train with checkpoint.keep_best"):
         _best_step(folder)
     folder.checkpoints.mkdir()
     (folder.checkpoints / "best.json").write_text('{"step": 4, "metric": "eval/accuracy", "value": 0.5}')

@@ -86,7 +86,7 @@ def test_a_link_in_the_place_of_the_lock_empties_no_file(run):
     ("arguments", "told"),
     [
         (["--to", "mlflow"], "'mlflow' is not one of 'wandb'"),
-        (["--to", "tensorboard", "--project", "p"], "--project and --entity are of W&B"),
+        (["--to", "tensorboard", "--project", "p"], "--project and --entity belong to W&B"),
         ([], "Missing option '--to'"),
     ],
 )

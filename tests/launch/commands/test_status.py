@@ -193,7 +193,7 @@ def test_a_look_takes_no_lock(folder):
         other.wait(timeout=30)
     state = lines_of(folder)["state"]
     assert state.startswith("not running") and state.endswith(
-        f"it goes on with `tandem resume {folder.path}`"
+        f"it continues with `tandem resume {folder.path}`"
     )
     folder.claim()
 
@@ -230,10 +230,10 @@ def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folde
     ("files", "saved", "said"),
     [
         ((), False, "start again with `tandem train {config}`"),
-        ((), True, "go on with `tandem resume {path}`"),
+        ((), True, "continue with `tandem resume {path}`"),
         (("job.json",), False, "start again with `tandem slurm {config} --submit`"),
-        (("job.json",), True, "go on with `tandem slurm {config} resume={path} --submit`"),
-        (("job.json", "train.sbatch"), True, "go on with `sbatch {path}/train.sbatch`"),
+        (("job.json",), True, "continue with `tandem slurm {config} resume={path} --submit`"),
+        (("job.json", "train.sbatch"), True, "continue with `sbatch {path}/train.sbatch`"),
     ],
     ids=["new", "saved", "new element of an array", "saved element of an array", "job"],
 )
@@ -247,7 +247,7 @@ def test_how_a_stopped_run_goes_on_is_said_alike_everywhere(folder, monkeypatch,
     (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
     said = said.format(path=folder.path, config=folder.config)
     assert way_on(folder) == said
-    assert lines_of(folder)["state"].endswith(f"it goes on with {said.partition(' with ')[2]}")
+    assert lines_of(folder)["state"].endswith(f"it continues with {said.partition(' with ')[2]}")
     here = way_on(folder, here=True)
     assert here == training._after_stop(folder, Stopped(step=12, reason="SIGUSR1")).partition("; ")[2]
     assert ("tandem resume" in here, "slurm" in here) == (saved, False), "the user runs it here"
@@ -333,7 +333,7 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
     )
 
 
-@pytest.mark.parametrize("then", [". When the cause is mended, ", "; "])
+@pytest.mark.parametrize("then", [". When the cause is fixed, ", "; "])
 def test_a_learner_that_ends_as_it_writes_the_report_leaves_the_command_for_it(folder, then):
     """`tandem resume` would have nothing to do."""
     model, task = {"path": "m"}, {"type": "countdown"}

@@ -110,7 +110,7 @@ def test_a_run_stops_with_its_checkpoint_and_the_command_that_goes_on_is_said(fo
     done = tandem("stop", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"stopping {folder.path}: the step is finished or dropped" in done.stdout
-    assert f"stopped after step 3: SIGUSR1; it goes on with `tandem resume {folder.path}`" in done.stdout
+    assert f"stopped after step 3: SIGUSR1; it continues with `tandem resume {folder.path}`" in done.stdout
     assert process.wait(timeout=DEADLINE_S) == 0
     again = tandem("stop", "run", cwd=tmp_path)
     assert again.returncode == 0 and "is not running: stopped after step 3" in again.stdout
@@ -150,7 +150,7 @@ def test_now_ends_a_run_at_once_and_names_the_checkpoint_that_is_there(folder, s
     process = supervisor(LEARNER, "roles/learn.json")
     done = tandem("stop", "run", "--now", cwd=tmp_path)
     assert (done.returncode, process.wait(timeout=DEADLINE_S)) == (0, 130), done.stderr
-    assert f"saved step 2; go on with `tandem resume {folder.path}`" in done.stdout
+    assert f"saved step 2; continue with `tandem resume {folder.path}`" in done.stdout
 
 
 def test_a_process_without_the_lock_gets_no_signal(folder, monkeypatch, tmp_path):
@@ -159,7 +159,7 @@ def test_a_process_without_the_lock_gets_no_signal(folder, monkeypatch, tmp_path
     with subprocess.Popen([sys.executable, "-c", NOT_READY]) as other:
         monkeypatch.setattr(RunFolder, "holders", lambda _: [other.pid])
         done = tandem("stop", "run", cwd=tmp_path)
-        assert done.returncode == 1 and "does not have its lock open: nothing was sent" in done.stderr
+        assert done.returncode == 1 and "does not have its lock open: no signal was sent" in done.stderr
         assert other.poll() is None
         other.kill()
 
@@ -172,7 +172,7 @@ def test_a_holder_that_would_die_of_the_signal_gets_none(folder, tmp_path):
         done = tandem("stop", "run", cwd=tmp_path)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert done.returncode == 1 and "takes no requests yet; call `tandem stop` again" in done.stderr
+    assert done.returncode == 1 and "does not accept requests yet; call `tandem stop` again" in done.stderr
 
 
 def test_a_run_of_another_user_is_named_with_its_user(folder, monkeypatch, tmp_path):
@@ -194,7 +194,7 @@ def test_a_run_on_another_host_is_told_of_and_left_alone(folder, tmp_path):
     )
     write_json(beat_file(folder, "rank-0"), asdict(beat))
     done = tandem("stop", "run", cwd=tmp_path)
-    assert done.returncode == 1 and "on node7 (learner rank 0 was heard of" in done.stderr
+    assert done.returncode == 1 and "on node7 (learner rank 0 gave a sign of life" in done.stderr
     old = time.time() - 2 * stopping_command.HEARD_OF_S
     os.utime(beat_file(folder, "rank-0"), (old, old))
     done = tandem("stop", "run", cwd=tmp_path)
@@ -287,9 +287,9 @@ def test_a_job_of_another_cluster_is_left_alone_whatever_this_one_calls_by_its_n
     monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
     done = tandem("stop", "run", "--now", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "it is of the cluster far, and this one is near" in done.stderr and not log.exists()
+    assert "it belongs to the cluster far, and this one is near" in done.stderr and not log.exists()
     told = tandem("status", "run", cwd=tmp_path).stdout
-    assert "it is of the cluster far, and this one is near" in told and not log.exists()
+    assert "it belongs to the cluster far, and this one is near" in told and not log.exists()
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "far")
     assert "RUNNING" in tandem("status", "run", cwd=tmp_path).stdout
 
@@ -310,5 +310,5 @@ def test_a_slurm_job_is_asked_for_good(folder, monkeypatch, tmp_path, state, opt
     assert done.returncode == 0, done.stderr
     assert [line for line in log.read_text().splitlines() if line.startswith("scancel")] == [asked]
     assert (
-        f"stopped after step 5: SIGTERM; it goes on with `sbatch {folder.path}/train.sbatch`" in done.stdout
+        f"stopped after step 5: SIGTERM; it continues with `sbatch {folder.path}/train.sbatch`" in done.stdout
     )

@@ -162,7 +162,7 @@ def test_a_failed_run_ends_the_sweep_or_is_told_at_its_end(work):
     done = tandem("sweep", "run.yaml", "seed=13,0", cwd=work)
     assert done.returncode == 1 and calls(work) == ["train tiny-seed-13.yaml"]
     assert "tiny-seed-13 failed (exit code 1):" in done.stderr and "    an error of seed 13\n" in done.stderr
-    assert "0 of 2 runs finished; the same command goes on" in done.stderr
+    assert "0 of 2 runs finished; the same command continues" in done.stderr
     done = tandem("sweep", "run.yaml", "seed=13,0", "--keep-going", cwd=work)
     assert done.returncode == 1 and calls(work)[1:] == ["train tiny-seed-13.yaml", "train tiny-seed-0.yaml"]
     assert "1 of 2 runs finished" in done.stderr and "tiny-seed-13 failed" in done.stderr
@@ -179,7 +179,7 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_goes_on(work, number):
     assert "stopping tiny-seed-7" in said and "sweep stopped, 0 of 2 runs finished" in said
     assert_nothing_left(work)
     dry = tandem("sweep", "run.yaml", "seed=7,0", "--dry-run", cwd=work)
-    assert "goes on from step 1" in dry.stdout and "begins" in dry.stdout
+    assert "continues from step 1" in dry.stdout and "begins" in dry.stdout
     done = tandem("sweep", "run.yaml", "seed=7,0", cwd=work)
     assert done.returncode == 0, done.stderr
     assert calls(work) == ["train tiny-seed-7.yaml", "resume tiny-seed-7", "train tiny-seed-0.yaml"]
@@ -232,7 +232,7 @@ def test_ctrl_c_while_the_memory_is_written_loses_no_run(work, monkeypatch):
     signal.signal(signal.SIGINT, before)
     assert done.returncode == 75 and len(calls_of) == 2, done.stderr
     dry = tandem("sweep", "run.yaml", "seed=7,0", "--dry-run", cwd=work)
-    assert "tiny-seed-7  3 steps  goes on from step 1" in dry.stdout
+    assert "tiny-seed-7  3 steps  continues from step 1" in dry.stdout
 
 
 def test_a_full_disk_ends_a_sweep_by_its_own_name(work, monkeypatch):
@@ -281,8 +281,8 @@ def start_sweep(work: Path, stdout: int | TextIO = subprocess.PIPE) -> subproces
         (["seed=0,1", "seed=3"], "seed has several values as well"),
         (["name=a,b"], "all runs of a sweep have one name"),
         (["launch.runs_dir=a,b"], "all runs of a sweep have one launch.runs_dir"),
-        (["seed=0,1", "resume=runs/x"], "a sweep goes on by itself"),
-        (["seed=0,1", "rollout.first_port=30000", "--jobs", "2"], "is of one run at a time"),
+        (["seed=0,1", "resume=runs/x"], "the same command continues a sweep"),
+        (["seed=0,1", "rollout.first_port=30000", "--jobs", "2"], "allows one run at a time"),
         (["seed=0,1", "--jobs", "2000000"], "lower --jobs"),
         (["seed=0,1", "launch.nodes={learner: 1}"], "use `tandem slurm CONFIG --array"),
         (["seed=0,1", "--job", "2"], "No such option"),
@@ -304,7 +304,10 @@ def test_a_run_that_the_config_goes_on_with_is_of_no_sweep(work):
     saved = work / "old/run/checkpoints/step_000001"
     saved.mkdir(parents=True)
     write_manifest(saved, world_size=1)
-    for arguments, said in ((["steps=4,5"], "a sweep goes on by itself"), (["steps=4,5", "resume=null"], "")):
+    for arguments, said in (
+        (["steps=4,5"], "the same command continues a sweep"),
+        (["steps=4,5", "resume=null"], ""),
+    ):
         done = tandem("sweep", "on.yaml", *arguments, "--dry-run", cwd=work)
         assert done.returncode == (2 if said else 0) and said in done.stderr, done.stderr
 

@@ -43,7 +43,7 @@ def test_a_long_run_without_checkpoints_says_what_loses_it(train, capsys, overri
         train(RoleFailed("the cause"), *overrides)
     first, *rest = capsys.readouterr().out.splitlines()
     run = first.removeprefix("run folder: ")
-    lost = "checkpoint.every=0: Ctrl-C, or a learner that is killed, loses every step from here on"
+    lost = "checkpoint.every=0: Ctrl-C or a killed learner loses every step from here on"
     assert (f"{lost}; `tandem stop {run}` and SIGTERM save them" in rest) == is_told
 
 
@@ -93,5 +93,5 @@ def test_an_evaluation_tells_which_of_its_rewards_failed():
     assert (summary["failed"], summary["greedy_failed"], summary["sets_failed"]) == (2, 0, {"hard": 1})
     assert text == (
         "accuracy 0.5000 on 4 held-out samples (2 of 4 rewards failed), at temperature 0 0.5000, "
-        "hard 0.5000 (1 of 4 rewards failed); a failed reward counts as wrong; the first, of prompt h0: KeyError"
+        "hard 0.5000 (1 of 4 rewards failed); a failed reward counts as wrong; the first: prompt h0: KeyError"
     )

@@ -118,7 +118,7 @@ def test_a_host_without_any_way_out_says_so(network):
     network(OTHERS, name=["127.0.1.1"])
     with pytest.raises(
         ValueError,
-        match=r"no address that others could reach.*no default route; set launch.nodes.interface to .*eth7",
+        match=r"no address that others can reach.*no default route; set launch.nodes.interface to .*eth7",
     ):
         own_address(NodesConfig())
 
@@ -316,12 +316,12 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
 @pytest.mark.parametrize(
     ("overrides", "endpoint", "message"),
     [
-        (["launch.nodes=null"], None, "launch.nodes is not given.*tandem train"),
+        (["launch.nodes=null"], None, "launch.nodes is not set.*tandem train"),
         # Not: too large for this machine.
         (
             ["launch.nodes=null", "rollout.replicas=1000000"],
             None,
-            "launch.nodes is not given",
+            "launch.nodes is not set",
         ),
         ([], "node1", "--endpoint node1: write HOST:PORT"),
         ([], "node1:0", "--endpoint node1:0: write HOST:PORT"),

@@ -193,7 +193,7 @@ def test_many_slow_ranks_are_a_few_lines(folder):
         lines = _activity_lines(folder, now)
         assert len(lines) == 9 and lines[-1][1].startswith("… and 1 learner ranks more")
         assert lines[0][1].startswith(
-            "learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid "
+            "learner rank 0: in `sync` for 1000 s, its CPU is idle; last sign of life 0s ago (pid "
         )
 
 
@@ -211,7 +211,7 @@ def test_a_role_that_is_not_heard_of_is_told_of_and_left_alone(folder, monkeypat
         for _ in range(3):
             watch.look()
         (line,) = said
-        assert "has not been heard of for" in line and re.search(told, line)
+        assert "has given no sign of life for" in line and re.search(told, line)
         assert rank.is_running()
 
 

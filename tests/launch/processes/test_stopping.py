@@ -168,7 +168,7 @@ def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, 
             assert wait() == Finished()
         else:
             with pytest.raises(
-                RoleFailed, match=r"the sample role ended with signal SIGKILL(.*\n)*.*learner was well"
+                RoleFailed, match=r"the sample role ended with signal SIGKILL(.*\n)*.*learner did not fail"
             ):
                 wait()
     said = capsys.readouterr().out
@@ -291,7 +291,7 @@ def test_a_learner_that_has_lost_a_server_is_not_named_in_its_place(folder):
         sys.exit("SGLang replica 0 (pid 7) was killed by SIGKILL")
     """
     learner = "ready(); (folder.path / 'gone').touch(); folder.error('learn').write_text('ControlError: refused'); sys.exit(1)"
-    told = r"(?s)the serve role ended with exit code 1.*replica 0 \(pid 7\) was killed.*The learner ended of it: ControlError: refused"
+    told = r"(?s)the serve role ended with exit code 1.*replica 0 \(pid 7\) was killed.*learner ended because of it: ControlError: refused"
     with pytest.raises(RoleFailed, match=told):
         supervise(folder, learner, dies)
 

@@ -172,7 +172,7 @@ def test_of_a_log_that_becomes_too_large_the_end_stays_and_the_role_goes_on_behi
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("", r"the disk of \S+ is full, so that it could not say why"), ("no ink", "no ink\n")],
+    [("", r"the disk of \S+ is full, so it could not write why"), ("no ink", "no ink\n")],
 )
 def test_a_role_that_left_no_word_on_a_full_disk_is_told_with_the_cause(tmp_path, monkeypatch, words, told):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))

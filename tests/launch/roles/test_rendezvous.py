@@ -68,7 +68,7 @@ def test_a_name_that_stands_for_the_loopback_address_here_is_told(monkeypatch, p
         socket, "create_server", lambda address, real=socket.create_server: real(("127.0.0.1", address[1]))
     )
     host = SeveralNodes("run", host="node1", port=port, nodes=2, is_host=True, timeout_s=1)
-    with pytest.raises(OSError, match=r"node1 stands for 127.0.0.1 on this host.*--local-addr"):
+    with pytest.raises(OSError, match=r"node1 resolves to 127.0.0.1 on this host.*--local-addr"):
         host.next_rendezvous()
 
 
@@ -83,7 +83,7 @@ class Harm:
 def test_an_address_of_another_host_is_told_with_the_way_out(port):
     host = SeveralNodes("run", host="203.0.113.1", port=port, nodes=2, is_host=True, timeout_s=1)
     with pytest.raises(
-        OSError, match=r"203.0.113.1 is no address of this host .*; start the learner's first"
+        OSError, match=r"203.0.113.1 is not an address of this host .*; start the learner's first"
     ):
         host.next_rendezvous()
 

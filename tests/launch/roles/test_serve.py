@@ -67,7 +67,7 @@ def test_servers_of_a_start_that_the_run_has_left_behind_end(folder, now, capsys
     if now is not None:
         folder.announce("serve", now)
     watch(folder, fleet)
-    assert fleet.looks == 100 and "has taken this role's place" in capsys.readouterr().out
+    assert fleet.looks == 100 and "has replaced this role" in capsys.readouterr().out
 
 
 def test_servers_of_the_present_start_are_watched(folder):

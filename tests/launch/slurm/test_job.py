@@ -419,7 +419,7 @@ def test_a_finished_run_is_not_run_again(stage):
         file.unlink()
     code, output = stage.run()
     assert code == 0
-    assert "nothing is left to do" in output
+    assert "there is nothing left to do" in output
     assert not list(stage.bin.glob("*.argv"))
 
 
@@ -442,7 +442,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(stage, number, requeued):
     code, output = stage.end()
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == requeued
-    assert ("job 17 is requeued, and goes on from the newest checkpoint" in output) == bool(requeued)
+    assert ("job 17 is requeued, and continues from the newest checkpoint" in output) == bool(requeued)
     assert f"stopped after step 1 on request ({number.name})" in output
     assert stage.folder.newest_checkpoint().name == "step_000001"
 
@@ -468,7 +468,7 @@ def test_the_notice_during_the_start_ends_everything_and_requeues(stage):
     code, output = stage.end()
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == ["requeue 17"]
-    assert "job 17 is requeued, and begins anew, without a checkpoint" in output
+    assert "job 17 is requeued, and starts from the beginning, without a checkpoint" in output
 
 
 def test_a_requeue_over_a_damaged_checkpoint_promises_nothing(stage):
@@ -640,7 +640,7 @@ def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
     said = next(line for line in stage.process.stdout if line.startswith("starting in"))
     stage.process.send_signal(signal.SIGUSR1)
     code, output = stage.end()
-    assert said == "starting in 15 s: the last start did not end in order\n", "it had left a checkpoint"
+    assert said == "starting in 15 s, since the last start failed\n", "it had left a checkpoint"
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == ["requeue 17", "requeue 17"]
     assert not (stage.bin / "learn-0.pid").exists()
@@ -731,7 +731,7 @@ def test_a_job_of_other_nodes_is_refused_for_good(stage, saved):
     assert code == 2
     assert "takes 1 + 1 nodes, but job 17 has 3" in output
     resume = f" resume={stage.folder.path}" if saved else ""
-    assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes the script anew" in output
+    assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes a new script" in output
     assert stage.asked() == [] and stage.steps() == []
 
 
@@ -801,7 +801,7 @@ def test_a_job_of_another_cluster_is_another_one_whatever_its_number(stage, job,
     stage.env |= {"FAKE_STATE": "COMPLETED"}
     found, output = stage.run()
     assert found == code, output
-    told = f"(it is of the cluster {cluster}, and this one is a); try again on {cluster}, or remove"
+    told = f"(it belongs to the cluster {cluster}, and this one is a); try again on {cluster}, or remove"
     assert (told in output) == bool(code)
     assert bool(stage.steps()) == (code == 0)
 

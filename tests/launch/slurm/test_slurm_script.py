@@ -183,7 +183,7 @@ def test_the_signal_to_stop_does_not_end_a_job_that_is_still_starting(tmp_path, 
 
 def test_the_shell_reads_the_script_before_anyone_waits_in_a_queue():
     slurm_script.check_script(text_of(config_with(setup=["module load cuda"])), by_slurm=False)
-    with pytest.raises(ValueError, match=r"the shell refuses.*mend launch.slurm.setup"):
+    with pytest.raises(ValueError, match=r"the shell refuses.*fix launch.slurm.setup"):
         slurm_script.check_script(text_of(config_with(setup=["if true"])), by_slurm=False)
 
 
@@ -283,17 +283,17 @@ def test_a_run_folder_of_an_array_has_a_name_that_slurm_and_file_systems_know(va
     ("config", "says"),
     [
         (config_with(time="00:04:00", notice_s=180), "use a longer time, or a shorter notice"),
-        (config_with(options=["--nodes=3"]), "--nodes is decided by launch.nodes"),
-        (config_with(options=["--time=1"]), "--time is decided by launch.slurm.time"),
+        (config_with(options=["--nodes=3"]), "--nodes is set by launch.nodes"),
+        (config_with(options=["--time=1"]), "--time is set by launch.slurm.time"),
         (
             config_with(options=["--gpus-per-task=1"]),
-            "--gpus-per-task is decided by launch.nodes.gpus_per_node",
+            "--gpus-per-task is set by launch.nodes.gpus_per_node",
         ),
         (
             config_with(options=["--gpus-per-socket=1"]),
-            "--gpus-per-socket is decided by launch.nodes.gpus_per_node",
+            "--gpus-per-socket is set by launch.nodes.gpus_per_node",
         ),
-        (config_with(options=["--ntasks-per-gpu=1"]), "--ntasks-per-gpu is decided by launch.nodes"),
+        (config_with(options=["--ntasks-per-gpu=1"]), "--ntasks-per-gpu is set by launch.nodes"),
     ],
 )
 def test_what_cannot_work_is_named_with_a_fix(config, says):
@@ -471,7 +471,7 @@ def nothing_written(config_file: Path) -> bool:
     [
         (
             ["launch.slurm.gpus=2"],
-            "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node",
+            "launch.slurm.gpus=2 is for a run on one node; with launch.nodes set launch.nodes.gpus_per_node",
         ),
         (["launch.nodes=null"], "layout.dp=auto takes the GPUs of this machine, not those of the job's node"),
         (
@@ -484,7 +484,7 @@ def nothing_written(config_file: Path) -> bool:
         (["--array", "seed=0,x"], "seed"),
         (["--array", "steps=5,0"], "steps"),
         (["--array", "seed"], "write key=v1,v2"),
-        (["launch.slurm.setup=['if true']"], "mend launch.slurm.setup"),
+        (["launch.slurm.setup=['if true']"], "fix launch.slurm.setup"),
         (["launch.runs_dir='a b'"], "launch.runs_dir"),
         (["resume=nowhere"], "resume"),
         (["--submit"], "there is no `sbatch` here"),
@@ -573,7 +573,7 @@ def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, st
     told = (
         f"job 17 had {run} last, and Slurm does not say"
         if state == "DOWN"
-        else "is of job 17, which runs or waits"
+        else "belongs to job 17, which runs or is queued"
     )
     assert (told in done.stderr) == bool(code)
     if code == 0:
@@ -593,7 +593,9 @@ def test_a_run_that_a_job_has_is_not_resumed_by_hand(config_file, fake_slurm, mo
     if state == "COMPLETED":
         assert folder_of(config).release() == folder.path
         return
-    told = "17, which runs or waits; wait for it, or end it" if state == "PENDING" else "Slurm does not say"
+    told = (
+        "17, which runs or is queued; wait for it, or end it" if state == "PENDING" else "Slurm does not say"
+    )
     with pytest.raises(BadInput, match=rf"resume: .*{told}"):
         folder_of(config)
     assert folder.config.read_text() == before and not folder.roles.exists()

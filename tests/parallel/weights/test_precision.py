@@ -262,9 +262,9 @@ def test_servers_get_rounded_weights_before_they_sample_a_first_time(rollout, fi
         (
             {"dtype": "bfloat16"},
             False,
-            "differ, as they do not both compute in float32, and no limit is checked",
+            "differ, since they do not both compute in float32, and no limit is checked",
         ),
-        ({"precision": "int4"}, False, "differ, as the servers' weights are rounded"),
+        ({"precision": "int4"}, False, "differ, since the servers' weights are rounded"),
     ],
 )
 def test_engines_are_said_to_agree_where_that_was_checked(rollout, checks_gap, how):

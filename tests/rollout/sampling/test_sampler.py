@@ -1323,7 +1323,7 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
         engine = Gated(free=0)
         stuck = served(make_sampler(tokenizer, engine=engine))
         remote._address = stuck._address  # as before the change: it never answers
-        with pytest.raises(SampleRoleLost, match="another has taken its place"):
+        with pytest.raises(SampleRoleLost, match="another process has replaced it"):
             remote.next_groups(3, newest=0, max_staleness=0)
         assert remote.follow(within_s=20)
         assert remote.next_groups(3, newest=0, max_staleness=0)[0] == groups
@@ -1345,7 +1345,7 @@ def test_a_successor_at_the_same_address_is_told_by_its_process(monkeypatch):
         announced = None
         remote._look_for_successor()  # one that starts is none yet
         announced = {"address": "tcp://127.0.0.1:1", "pid": 2}
-        with pytest.raises(SampleRoleLost, match="another has taken its place"):
+        with pytest.raises(SampleRoleLost, match="another process has replaced it"):
             remote._look_for_successor()
         assert remote.follow(within_s=20)
         remote._look_for_successor()  # it is the present one now

@@ -663,7 +663,7 @@ def test_a_report_that_fails_is_told_in_a_line_and_fails_no_run(tmp_path, monkey
     assert told == [] and written_report(folder, make_config(), tracker) == []
     (text,) = told
     assert "(ZeroDivisionError: " in text and "\n" not in text
-    assert f"the run is complete, and `tandem report {folder.path}` makes the report anew" in text
+    assert f"the run is complete, and `tandem report {folder.path}` makes the report again" in text
 
 
 def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():

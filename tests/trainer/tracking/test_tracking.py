@@ -516,7 +516,7 @@ def test_a_resume_without_the_lines_of_the_steps_before_says_so(tmp_path, capsys
         warn_of_lost_lines(tracker, ledger, 3)
         ledger.close()
     said = capsys.readouterr().out
-    assert re.findall(r"(\w+)\.jsonl has no line of step 3, from which the run goes on", said) == [*lost]
+    assert re.findall(r"(\w+)\.jsonl has no line of step 3, from which the run continues", said) == [*lost]
 
 
 def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
