@@ -153,7 +153,8 @@ OTHER_FIELDS = _by_name({
         "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable recompute_granularity "
         "recompute_method recompute_num_layers",
     "`checkpoint.keep`": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num max_num",
-    "`tracking.sample_groups`, the groups of a step whose samples are kept": "log_completions log_val_generations rollout_data_dir",
+    "`tracking.sample_groups`, the groups of a step whose samples are kept": "log_completions rollout_data_dir",
+    "`tracking.evaluation_problems`, the held-out problems whose samples are kept": "log_val_generations validation_data_dir",
     "`task.prompt_field`, beside `task.type=jsonl`": "prompt_key input_key",
     "`model.chat_template_kwargs`, such as {enable_thinking: false}": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
     "`task.answer_field`, beside `task.type=jsonl`": "label_key",

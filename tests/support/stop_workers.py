@@ -157,6 +157,7 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
         scorer=scorer,
         rollout=config.rollout,
         evaluation=config.evaluation,
+        kept_problems=config.tracking.evaluation_problems,
         seed=config.seed,
         order=lambda epoch: epoch_order(len(train), seed=config.seed, epoch=epoch),
     )
