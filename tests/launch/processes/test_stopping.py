@@ -172,7 +172,7 @@ def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, 
             ):
                 wait()
     said = capsys.readouterr().out
-    assert said.count("started again") == min(ends, restarts)
+    assert said.count("restarted (") == min(ends, restarts)
     assert (folder.path / "lives").read_text() == "x" * (min(ends, restarts) + 1)
 
 
