@@ -1450,7 +1450,7 @@ def test_a_warm_start_has_no_step_to_replay(folder, monkeypatch, capsys):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(SFT)
     text = refused(["replay", "run", "--step", "1"], folder, monkeypatch, capsys)
-    assert "is a run of kind sft; this is for runs of kind train" in text
+    assert "is a run of kind sft; this command takes runs of kind train" in text
 
 
 OF_ANY_CONFIG = [

@@ -314,7 +314,7 @@ def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):
         training.train(file, [over("fp8_rollout")])
     with pytest.raises(ConfigError, match="cannot update a llama model while it serves it in FP8"):
         checks.load_checked(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
-    with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path as it stands"):
+    with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path unchanged"):
         training.evaluate(file, ["rollout.precision=int8"])
     assert sorted(path.name for path in tree.iterdir()) == before
 

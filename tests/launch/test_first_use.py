@@ -91,7 +91,7 @@ def test_schema_names_type_default_unit_and_meaning(capsys):
     )
     assert "task  (block by type: countdown | gsm8k | jsonl; required)" in text
     assert "learner.optimizer.lr  (number > 0; default 1e-06)\n" in text
-    assert "-- reward.type=function\n    A function of the user's own." in text
+    assert "-- reward.type=function\n    The user's function." in text
     assert "reward.parts.NAME.buffer_tokens  (whole number ≥ 1; required)" in text
     assert max(map(len, text.splitlines())) <= 200
 

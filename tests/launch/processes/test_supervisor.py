@@ -360,7 +360,7 @@ def test_what_is_started_in_the_background_says_what_ends_it_and_sigterm_does(
             assert supervisor.is_running("idle")
         os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGINT)
         supervisor.wait_until_done("idle")
-    said = f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this\n"
+    said = f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this run\n"
     assert capsys.readouterr().out == (said if ignored else "")
 
 

@@ -753,7 +753,7 @@ def test_the_page_tells_alarms_in_full(tmp_path):
     )
     assert ess < k3
     assert "(2%), first at step 7; worst not finite at step 7." in text
-    assert "mismatch/ess is 0.16 (alarms.ess_min: 0.3): before the bound few samples carry" in text
+    assert "mismatch/ess is 0.16 (alarms.ess_min: 0.3): before the bound, few samples carry" in text
     assert "Usual cause: heavy-tailed ratios" in text and "Try: a lower level of weights" in text
     assert "Turned off: rejected_max." in text and "No alarms" not in text
 
