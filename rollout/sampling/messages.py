@@ -121,7 +121,7 @@ class EvaluationResult:
     sources: "dict[str, EvaluationResult]" = field(default_factory=dict)
     """Results by the name of the problems' source, if each source has its own reward."""
     groups: list[Group] = field(default_factory=list, compare=False)
-    """Samples of the first problems of each set, to look at; in the whole result alone."""
+    """Samples of the first problems of each set, to look at. Only the whole result has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,9 +201,7 @@ _PREFIX = len(_MARK) + 8
 
 def encode(message: Request | Reply) -> bytes | memoryview:
     match message:
-        case Groups(groups=groups):
-            bare = _with_groups(message, [])
-        case Evaluated(result=EvaluationResult(groups=[_, *_] as groups)):
+        case Groups(groups=groups) | Evaluated(result=EvaluationResult(groups=[_, *_] as groups)):
             bare = _with_groups(message, [])
         case _:
             return msgspec.msgpack.encode(message)
