@@ -15,6 +15,9 @@ def imported(name, others, missing):
     others: the modules beside those of the current folder. missing: what is said of a module that this one imports and
     that is not there. Raises Failure.
     """
+    file = f"{name.removesuffix('.py')}.py"
+    if os.sep in name:
+        raise Failure(f"{name!r} is not the name of a module; {_fix_of_file(file)}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
     importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder
@@ -23,10 +26,8 @@ def imported(name, others, missing):
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise Failure(f"{name} imports {error.name!r}, which {missing}; install it there") from error
-        if name.endswith(".py") and os.path.exists(name):
-            raise Failure(
-                f"{name!r} is a file, and a module has a name without `.py`; write {name[:-3]!r}"
-            ) from error
+        if name.endswith(".py") and os.path.isfile(file):
+            raise Failure(f"{name!r} is not the name of a module; {_fix_of_file(file)}") from error
         raise Failure(
             f"there is no module {name!r} in {os.getcwd()} or among {others}; run from the folder that holds "
             f"{name.split('.')[0]}.py, or set PYTHONPATH"
@@ -38,3 +39,12 @@ def imported(name, others, missing):
         ) from error
     except Exception as error:  # the import of a user's module may raise anything
         raise Failure(f"importing {name} raised {describe(error)}; correct the module") from error
+
+
+def _fix_of_file(file):
+    """What to write for a module that was named by its file."""
+    path = os.path.relpath(file)[: -len(".py")]
+    if not path.startswith(os.pardir):
+        return f"write {path.replace(os.sep, '.')!r}"
+    folder, module = os.path.split(os.path.abspath(path))
+    return f"write {module!r}, and set PYTHONPATH={folder}"
