@@ -793,7 +793,7 @@ TABLE = {
     ),
     "aligned numerics on CUDA": Broken(
         options="--dry-run --gpu-memory 80 model.numerics=aligned", field="model.numerics", value="aligned",
-        error="is of CPU kernels, and this run is for GPUs", fix="set model.numerics=default",
+        error="works only with CPU kernels, and this run is for GPUs", fix="set model.numerics=default",
     ),
     "aligned numerics of a warm start": Broken(
         command="sft", text=SFT, options="model.numerics=aligned", field="model.numerics", value="aligned",

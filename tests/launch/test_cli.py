@@ -139,7 +139,7 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         training.evaluate(file, ["rollout.replicas=3"])
     with pytest.raises(
-        checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"
+        checks.BadInput, match="--rollout: 4 GPUs are needed, 2 for the learner or other servers"
     ):
         studies.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
     with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
