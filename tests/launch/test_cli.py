@@ -134,7 +134,7 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
         monkeypatch.setattr(module, "gpus_here", lambda: 2)
     monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
     file = config_file(tmp_path, model)
-    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 for the learner .* but 2 are visible"):
         training.train(file, ["layout.dp=2", "launch.placement=separate"])
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         training.evaluate(file, ["rollout.replicas=3"])
