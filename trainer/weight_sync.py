@@ -408,7 +408,7 @@ class WeightSync:
         return self._again_where_servers_change(send_and_probe)
 
     def close(self) -> None:
-        """Leave the transfer groups. Servers that have ended meanwhile need not be told."""
+        """Leave the transfer groups. Servers that have ended meanwhile are skipped."""
         if self._sender is not None:
             try:
                 self._sender.close()

@@ -9,7 +9,7 @@ roles/ROLE.json    a role's address, once it is ready                checkpoints
 roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
-hf-step-8/         that of step 8, after which the run went on       adapter-step-8/               and its adapters
+hf-step-8/         that of step 8, if the run continued after it     adapter-step-8/               and its adapters
 config-step-8.yaml the config up to step 8, after which a resume changed it
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 a resumed run continues it
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters

@@ -83,7 +83,7 @@ def layout_problems(
     misfits = _find_misfits(architecture, layout, num_processes)
     fixes = {field: _nearest_values(architecture, layout, field, num_processes) for field in misfits}
     problems = [
-        f"{reason}; {f'use {fixes[field]}' if fixes[field] else f'no {field} alone mends it'}"
+        f"{reason}; {f'use {fixes[field]}' if fixes[field] else f'no value of {field} alone fixes it'}"
         for field, reason in misfits.items()
     ]
     if len(misfits) > 1 or "dp" in misfits or not all(fixes.values()):

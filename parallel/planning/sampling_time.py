@@ -49,9 +49,9 @@ def sampling_time(
     ``max_concurrency``, and as many as its cache holds: of each the mean response and, where a prompt's keys and values
     are kept for its siblings, a share of the prompt. Prompts are computed once then.
 
-    With max_staleness k the responses of 1 + k steps are sampled together and their time is divided by as many, since
-    the servers go on with later steps' where the step's last ones run; but each update interrupts the responses that
-    run, and their tokens are computed again.
+    With max_staleness k the responses of 1 + k steps are sampled together, and their time is divided by 1 + k: while the
+    last responses of a step run, the servers continue with those of later steps. But each update interrupts the responses
+    that run, and their tokens are computed again.
     """
     rollout, over = config.rollout, machine.hardware.overheads
     together = 1 + rollout.max_staleness

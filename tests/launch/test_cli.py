@@ -299,7 +299,7 @@ def test_an_interrupted_run_says_what_it_saved_and_how_it_goes_on(
     go_on = f"tandem resume {run}" if saved else f"tandem train {run}/config.yaml"
     assert str(ended.value).startswith("interrupted; every process of the run has ended. ")
     assert str(ended.value).endswith(f"`{go_on}`") and ("Saved: step 2" in str(ended.value)) == saved
-    assert "goes on from" not in capsys.readouterr().out
+    assert "continues from" not in capsys.readouterr().out
     if saved:
         monkeypatch.setattr(training, "start_sampling", interrupt)
         monkeypatch.setattr(start, "_claimed", lambda folder: folder)  # the error above keeps the lock
