@@ -53,8 +53,8 @@ class Guard(Protocol):
 async def guarded_process(
     command: Sequence[str | Path], *, prefix: str, variables: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A guard with pipes, in an empty folder of its own. Leaving ends it, with everything that it started, and removes
-    the folder.
+    """A guard with pipes, in its own empty folder. Leaving ends it, with everything that it started, and removes the
+    folder.
 
     Entering raises OSError if the guard cannot be started.
     """

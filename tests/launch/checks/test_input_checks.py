@@ -406,7 +406,7 @@ CASES = {
     # ---- names of the hub
     "model of the hub": Case(
         overrides=("model.path=Qwen/Qwen2.5-0.5B",), field="model.path", error="no such folder",
-        fix="nothing is downloaded by itself: `hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`, then "
+        fix="nothing is downloaded automatically: `hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`, then "
         "model.path=models/Qwen2.5-0.5B (models that are here: model)",
     ),
     "data of the hub": Case(
@@ -415,7 +415,7 @@ CASES = {
     ),
     "model of a recipe": Case(
         overrides=("model.path=models/Qwen3-8B",), field="model.path", error="no such folder",
-        fix="nothing is downloaded by itself: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` (models that are here: model)",
+        fix="nothing is downloaded automatically: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` (models that are here: model)",
     ),
     "model of a recipe, of which only config.json is here": Case(
         damage=lambda: (Path("Qwen3-8B").mkdir(), Path("Qwen3-8B/config.json").write_text(Path("model/config.json").read_text())),
