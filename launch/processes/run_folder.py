@@ -13,7 +13,7 @@ hf-step-8/         that of step 8, if the run continued after it     adapter-ste
 config-step-8.yaml the config up to step 8, after which a resume changed it
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 a resumed run continues it
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
-key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
+key.yaml           the key of the run, which only its owner can read: servers and sampler refuse requests without it
 tensorboard/       event files, where asked for                     wandb/, wandb_run.json        of W&B
 ledger.jsonl       the fate of every group of responses, one line per step
 samples/           samples of a few groups of each step, for `tandem samples` and the report
