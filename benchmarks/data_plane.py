@@ -230,7 +230,7 @@ def tell(result: dict, given: argparse.Namespace) -> None:
 
 
 def tell_parts(folder: Path) -> None:
-    """Print CPU time per token of the parts that were improved, on the prepared answers: the least of several rounds."""
+    """Print CPU time per token of what was mended, on the prepared answers: the least of several rounds."""
     from benchmarks.simulated_servers import Answers
     from rollout.byte_level import decoder_of
     from rollout.records import TOKEN_IDS

@@ -427,7 +427,7 @@ def peak_memory(call: Callable[[], None]) -> dict:
     memory of another run."""
     call()  # what is allocated once, on first use, is nobody's
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     before = resident_peak()
     call()
     resident = resident_peak() - before

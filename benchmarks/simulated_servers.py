@@ -6,8 +6,8 @@ nothing to do with its prompt.
 
 Time of an answer: a server has ``slots``, which samples take in order of arrival. A sample of n tokens keeps its slot for
 n * slots / tokens_per_s seconds, as decoding does whose step takes as long whatever is in its batch. ``tokens_per_s``
-is thus what a full server gives. 0: answers come at once, so that the client is the limit. A request is answered
-when its last sample has ended. A pause stops all clocks ("retract": samples continue afterwards, with the new version).
+is thus what a full server gives. 0: answers come at once, so that whoever asks is the limit. A request is answered
+when its last sample has ended. A pause stops all clocks ("retract": samples go on afterwards, by the new version).
 
     python benchmarks/simulated_servers.py FOLDER NUMBER TOKENS_PER_S SLOTS
 """

@@ -170,7 +170,7 @@ def measure_rank(path: Path, rounds: int) -> None:
 
 
 class Watch:
-    """Keeps what the last step received, trained on and logged. What is logged is passed on to the tracker."""
+    """Keeps what the last step received, trained on and logged. What is logged goes on to the tracker."""
 
     def __init__(self, learner, tracker):
         self._tracker = tracker

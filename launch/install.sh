@@ -60,14 +60,14 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
   "$@" >"$log" 2>&1 &
   pid=$!
   # bash starts background jobs with SIGINT ignored: without this, Ctrl-C would leave pip running.
-  trap 'kill "$pid" 2>/dev/null || true; echo; echo "Interrupted; the same command continues from here." >&2; exit 130' INT TERM
+  trap 'kill "$pid" 2>/dev/null || true; echo; echo "Interrupted; the same command goes on from here." >&2; exit 130' INT TERM
   while kill -0 "$pid" 2>/dev/null; do
     if [ -t 1 ]; then printf '\r    %s %ds ' "$title" $((SECONDS - began)); fi
     sleep 1
   done
   if ! wait "$pid"; then
     printf ' failed\n' ; tail -n 20 "$log" >&2
-    echo "The installation failed at: $title. The output above says why; fix the cause and run the same command again." >&2
+    echo "The installation failed at: $title. The output above says why; run the same command again once it is mended." >&2
     exit 1
   fi
   trap - INT TERM
@@ -76,7 +76,7 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
 }
 say "Installing Tandem ($kind) into .venv with $("$python" --version); about 3 GB and 2-3 minutes on a first run."
 rm -f "$stamp"
-# A .venv that is incomplete, or of another Python, is made again.
+# A .venv that was left half made, or is of another Python, is made anew.
 version="$("$python" -c 'import sys; print(sys.version_info[:2])')"
 "$venv/bin/python" -c "import pip, sys; sys.exit(str(sys.version_info[:2]) != '$version')" 2>/dev/null || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)

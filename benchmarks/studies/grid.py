@@ -1,6 +1,6 @@
 """What the studies share: a grid of ``tandem train`` runs of the quickstart's model, cell by cell, and its table.
 
-The cells are run as by ``tandem sweep`` (launch/processes/sweeping.py): a study's command continues where it was stopped.
+The cells are run as by ``tandem sweep`` (launch/processes/sweeping.py): a study's command goes on where it was stopped.
 """
 
 import argparse

@@ -8,7 +8,7 @@ rollout layout samples responses that run to their limit, each learner layout sc
     python benchmarks/studies/long_mismatch.py --model WARM --folder long
 
 Shown by length: the greatest Δp of a response's first tokens, mean over responses; the mean Δp of the tokens between one
-length and the next, and what share that is of their p (1 - p). A command that was stopped continues with the training or the
+length and the next, and what share that is of their p (1 - p). A command that was stopped goes on with the training or the
 study in which it was, from its beginning.
 """
 

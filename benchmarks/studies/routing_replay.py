@@ -8,7 +8,7 @@ table per model and server, and the share of (token, layer) whose set of experts
 
     python benchmarks/studies/routing_replay.py --folder routing [--prompts 24] [--quick]
 
-With ``--interrupted`` an update comes in the middle of the responses: the servers continue with weights that differ by a
+With ``--interrupted`` an update comes in the middle of the responses: the servers go on with weights that differ by a
 thousandth, which the learner then has too. Prints a table for each model, by the version that sampled a token.
 
     python benchmarks/studies/routing_replay.py --folder routing --interrupted [--prompts 48]

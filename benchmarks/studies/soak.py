@@ -7,7 +7,7 @@ The run has two servers, two learner ranks, a step of lag and a checkpoint every
 moment; the next one comes after the run has recovered: new steps are recorded, and both servers have the newest
 weights. Faults that end the run are followed by ``tandem resume``. The kinds and their order depend on ``--seed`` alone; the
 moments at which they meet the run do not. ``--undisturbed`` makes as many steps without faults afterwards, whose
-accuracy is compared. Ctrl-C stops the soak, and the same command continues it; with fewer ``--faults`` it ends the soak there.
+accuracy is compared. Ctrl-C stops the soak, and the same command goes on with it; with fewer ``--faults`` it ends it there.
 
 ``full disk`` needs a file system of its own: where this process may mount one (root), the run is on a tmpfs, which stays
 there until it is unmounted; elsewhere the kind is left out, which is said.
@@ -60,7 +60,7 @@ class SoakError(Exception):
 
 
 class LongRun:
-    """A run that may be stopped, killed and resumed; one file has the console of all its starts."""
+    """A run that may be stopped, killed and resumed; its console goes on in one file."""
 
     def __init__(self, folder: Path, settings: Sequence[str]):
         self.folder, self._settings = folder, list(settings)
@@ -159,7 +159,7 @@ class LongRun:
     def check(self, *, has_ended: bool = False) -> None:
         """Raise SoakError for a step or a group that is missing or there twice, a token that is too old, or
         servers that sample from other weights than the learner's."""
-        lines = [*read_ledger(self.path / "ledger.jsonl")]  # before the metrics, because the run continues
+        lines = [*read_ledger(self.path / "ledger.jsonl")]  # before the metrics: the run goes on
         steps = self.steps()
         for number, row in enumerate(steps, start=1):
             version = row.get("sync/version", number)  # the last step of an attempt may end before its update

@@ -1,4 +1,4 @@
-"""Does staleness hurt learning, and which correction repairs it?
+"""Does staleness hurt learning, and which correction mends it?
 
 A grid of ``tandem train`` runs of the quickstart's model: ``rollout.max_staleness`` k x correction x seed. The sample
 role is as far ahead as k allows, and every update waits for what is under way (``rollout.drain_s``): from step
