@@ -37,7 +37,7 @@ from parallel.weights.peft_adapter import save_adapter
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
 
-It runs on the last pipeline stage alone. Its output travels to the other stages by pickle: tensors in it should
+It runs only on the last pipeline stage. Its output travels to the other stages by pickle: tensors in it should
 be on the CPU.
 """
 
@@ -125,7 +125,7 @@ class MegatronEngine(Engine):
         """One optimizer step on the plain sum of the micro-batches' losses over all data-parallel ranks.
 
         ``forward_only``: of each micro-batch whether its gradient is known to be zero, so that it gets no backward pass.
-        The same on all ranks, not all of them, and with one pipeline stage alone.
+        The same on all ranks, not all of them, and only with one pipeline stage.
 
         ``grad_scale`` is called once, on every rank, after backward and the sum over ranks. Its factor
         multiplies all gradients before norm, clipping and step, as if it had multiplied every loss: for
@@ -162,7 +162,7 @@ class MegatronEngine(Engine):
     ) -> tuple[Tensor, list[Any]]:
         """The gradient of ``update``, of all parameters as one float32 vector, and the losses' outputs.
 
-        For a single process: each of several has its own part alone. Nothing is updated. Raises NonFiniteError
+        For a single process: each of several has only its own part. Nothing is updated. Raises NonFiniteError
         if the gradient is not finite, ValueError for a frozen engine or without micro-batches.
         """
         outputs = self._accumulate_gradient(

@@ -96,7 +96,7 @@ class Engine(ABC):
     Megatron's own groups, which do not take it from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout or model that does not fit. ``lora``: the
-    optimizer has the adapters alone, which ``checkpoint`` holds too.
+    optimizer has only the adapters, which ``checkpoint`` holds too.
     """
 
     def __init__(

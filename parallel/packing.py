@@ -70,7 +70,7 @@ class PackedBatch:
     returns_T: Tensor | None = None
     """float32, the critic's targets."""
     importance_weights_T: Tensor | None = None
-    """float32, the correction's weights, for the policy's term alone. None: the loss computes the correction in
+    """float32, the correction's weights, only for the policy's term. None: the loss computes the correction in
     its forward pass."""
     aggregation_T: Tensor | None = None
     """float32 weights of every term, from global counts, zero on tokens that the correction rejected."""

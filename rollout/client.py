@@ -45,7 +45,7 @@ class Session:
     """Requests that continue one another. They go to the same server while it is up, to use its prefix cache."""
 
     server: object = None
-    """Set and read by the client alone."""
+    """Only the client sets and reads it."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while a request waits for a place, for the end of a drain, or for a server that restarts."""
 

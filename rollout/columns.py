@@ -1,11 +1,11 @@
-"""Trajectories by columns: how they travel from the sample role to the learner, and between its ranks.
+"""Trajectories by columns: the form in which they travel from the sample role to the learner, and between its ranks.
 
-A step has thousands of trajectories with four arrays each or more. An array that travels by itself is an object for the
-encoder and one for the decoder, which costs more than its bytes where responses are short. Here the arrays of a field lie
-end to end, and what tells them apart is a list of lengths:
+A step has thousands of trajectories, each with four arrays or more. An array that travels by itself is one object for the
+encoder and one for the decoder. If responses are short, these objects cost more than the bytes. Here the arrays of a field
+lie end to end, and a list of lengths separates them:
 
     Columns    everything but numbers per token, for msgpack: a head for each trajectory, the lengths of its arrays
-    content    plain bytes: the arrays, field after field, each run of one type at a multiple of ``ALIGNMENT``
+    content    plain bytes: the arrays, field after field. Each run of one type starts at a multiple of ``ALIGNMENT``
 
 The content is written once, straight into the message, and the arrays at the other end are views of it.
 """
@@ -22,7 +22,7 @@ from rollout.records import EXPERTS, LOGPROBS, MASK, TOKEN_IDS, Status, Trajecto
 
 ALIGNMENT = 16
 DTYPES = frozenset(np.dtype(kind).str for kind in (TOKEN_IDS, LOGPROBS, MASK, *EXPERTS))
-"""Types of arrays that are read from a message."""
+"""The types that arrays of a message may have."""
 FIELDS = (
     "token_ids", "response_mask", "rollout_logprobs", "token_versions", "experts", "is_replayed", "num_kept", "kept_ids",
 )  # fmt: skip
@@ -43,7 +43,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """A field of trajectories that follow one another, whose arrays are of one type."""
+    """One field of consecutive trajectories whose arrays have one type."""
 
     dtype: str | None
     """None: the field is None in all of them."""
@@ -55,15 +55,15 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 class Columns(msgspec.Struct, frozen=True, array_like=True):
     heads: list[Head]
     runs: list[list[Run]]
-    """Of each of ``FIELDS``."""
+    """One list for each of ``FIELDS``."""
 
 
 class Taken(NamedTuple):
-    """Trajectories that are taken apart; their arrays are where they were."""
+    """Trajectories that are taken apart. Their arrays are not copied."""
 
     columns: Columns
     parts: list[list[np.ndarray]]
-    """The arrays of each run that has some."""
+    """The arrays of each run whose field is not None."""
 
     @classmethod
     def apart(cls, trajectories: Sequence[Trajectory]) -> Self:
@@ -94,7 +94,7 @@ class Taken(NamedTuple):
         for arrays in self.parts:
             size, end = _size(arrays), start + _rounded(_size(arrays))
             shape = (-1, *arrays[0].shape[1:])
-            if size:  # numpy does not tell the length of rows without numbers from their bytes
+            if size:  # numpy cannot derive the length of rows without numbers from their bytes
                 np.concatenate(arrays, out=content[start : start + size].view(arrays[0].dtype).reshape(shape))
             content[start + size : end] = 0
             start = end
@@ -102,7 +102,7 @@ class Taken(NamedTuple):
 
 def joined(columns: Columns, content: np.ndarray) -> list[Trajectory]:
     """The trajectories. Their arrays are views of ``content``, uint8 [n]. Raises ValueError: heads, lengths and
-    content do not fit together, or a type is none of a message's."""
+    content do not fit together, or an array has none of ``DTYPES``."""
     if len(columns.runs) != len(FIELDS):
         raise ValueError(f"{len(columns.runs)} columns, not {len(FIELDS)}")
     start, arrays = 0, []
@@ -151,6 +151,7 @@ def _rounded(size: int) -> int:
 
 
 def aligned(content: Any) -> np.ndarray:
-    """The bytes, uint8 [n], copied if they do not begin where any type may: a socket's buffer begins anywhere."""
+    """The bytes, uint8 [n]. They are copied if they do not start at a multiple of ``ALIGNMENT``: a socket's buffer may
+    start anywhere."""
     found = np.frombuffer(content, dtype=np.uint8)
     return found if found.ctypes.data % ALIGNMENT == 0 else found.copy()

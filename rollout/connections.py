@@ -1,6 +1,6 @@
 """Connections between hosts: they survive a short cut of the network, and give up on a host that is gone.
 
-A connection is silent for minutes during a long generation: only probes tell a busy peer from a vanished one.
+A connection is silent for minutes during a long generation. Only probes tell a busy peer from a vanished one.
 """
 
 import errno
@@ -21,12 +21,12 @@ CONNECT_TIMEOUT_S = 10.0
 """Deadline of one attempt to connect."""
 CONNECT_AGAIN_S = 0.5
 REUSE_S = 4.0
-"""Idle connections to a server are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
+"""Idle connections to a server are dropped after this time, before SGLang drops them and the next attempt fails."""
 UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
 """Errors of a cut network. A host that is up and refuses answers with another error."""
 ROOT = 0
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY, REQUEST = 4, 20, 1
-"""Linux's numbers of a question for a socket: of the netlink family, of the message, of its flag."""
+"""Linux's numbers for a query of a socket: the netlink family, the message and its flag."""
 LISTENER = ("0.0.0.0", 0)
 """The far end of a socket that listens."""
 
@@ -37,7 +37,7 @@ class PeerLost(ConnectionError):
 
 def watch(connection: socket.socket, peer_timeout_s: float) -> socket.socket:
     """Have the kernel end ``connection`` when the other host has acknowledged nothing for ``peer_timeout_s``,
-    whether data is under way or not."""
+    with or without data under way."""
     options = {
         socket.TCP_KEEPIDLE: max(1, round(peer_timeout_s / 2)),
         socket.TCP_KEEPINTVL: max(1, round(peer_timeout_s / 6)),
@@ -58,7 +58,7 @@ def watched_socket(address_info: tuple, *, peer_timeout_s: float) -> socket.sock
 
 def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket:
     """A watched connection to a process of this run. While the host cannot be reached, attempts are repeated for
-    ``peer_timeout_s``. Raises OSError: the host refused, could not be reached in that time, or see ``require_own``."""
+    ``peer_timeout_s``. Raises OSError: the host refused or could not be reached in that time, or ``require_own`` raised."""
     deadline = time.monotonic() + peer_timeout_s
     while True:
         try:
@@ -77,7 +77,7 @@ def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket
 
 
 def own_answer(host: str, port: int, path: str, *, key: RunKey | None, timeout_s: float) -> bytes | None:
-    """The body of a good answer to GET from a server of this run (``require_own``); None without one."""
+    """The body of the answer to GET from a server of this run (``require_own``), if its status is 200; else None."""
     headers = {} if key is None else key.http_headers
     with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         try:
@@ -91,20 +91,20 @@ def own_answer(host: str, port: int, path: str, *, key: RunKey | None, timeout_s
 
 
 def require_own(connection: socket.socket) -> None:
-    """Raise PermissionError where the other end is another user's process on this host. To be called before the key is
-    sent: whoever took a server's port before it, or after its end, would get the key.
+    """Raise PermissionError if the other end is another user's process on this host. Callers check this before they send the
+    key: a process that took a server's port, before its start or after its end, would get the key.
 
-    Says nothing of other hosts, nor of a connection that is gone, nor where the kernel does not tell whose a socket is.
+    Other hosts and closed connections are not checked, nor sockets whose user the kernel does not know.
     """
-    if connection.family != socket.AF_INET:  # the only one that servers listen at
+    if connection.family != socket.AF_INET:  # servers listen at no other
         return
     try:
         here, there = connection.getsockname(), connection.getpeername()
-        # The kernel answers for another host's address, too: by a process here that listens at this port of every address.
+        # For another host's address the kernel would name a process here that listens at this port of every address.
         if not _is_of_this_host(there[0]):
             return
         user, inode = _owner(there, here)
-        if not inode:  # not accepted yet: older kernels do not know its user
+        if not inode:  # not accepted yet: older kernels do not know the user then
             user, _ = _owner(there, LISTENER)
     except OSError:
         return
@@ -112,13 +112,13 @@ def require_own(connection: socket.socket) -> None:
         host, port = there
         raise PermissionError(
             errno.EPERM,
-            f"at {host}:{port} a process of another user (uid {user}) listens in place of this run's",
+            f"at {host}:{port} a process of another user (uid {user}) listens instead of this run's",
         )
 
 
 def _is_of_this_host(address: str) -> bool:
-    """Whether an IPv4 address is one of this host's. The near end of a connection does not tell: with 127.0.0.2 or a second
-    address of an interface it is the interface's first."""
+    """Whether an IPv4 address is one of this host's. The near end of a connection does not show it: for 127.0.0.2 or a second
+    address of an interface, the near end has the interface's first address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
@@ -162,7 +162,7 @@ def heartbeats(peer_timeout_s: float) -> dict[int, int]:
 
 
 class Requester:
-    """A ZeroMQ REQ socket that reports a lost peer. A plain one would wait for ever for the lost answer."""
+    """A ZeroMQ REQ socket that reports a lost peer. A plain one would wait forever for the lost answer."""
 
     def __init__(
         self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey | None = None
@@ -184,15 +184,15 @@ class Requester:
         self._socket.connect(address)
 
     def send(self, message: bytes | memoryview) -> None:
-        while self._events.poll(0):  # past events: a connection that was lost and made anew is as good as any
+        while self._events.poll(0):  # past events: a connection that was lost and made again works as before
             self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not self._is_connected:
             self._connect_until = time.monotonic() + self._peer_timeout_s
         self._socket.send(message)
 
     def poll(self, timeout_ms: float) -> bool:
-        """Whether the answer has come within ``timeout_ms``. Raises PeerLost: the answer will never come: the
-        connection was lost, or could not be made."""
+        """Whether the answer has come within ``timeout_ms``. Raises PeerLost: the connection was lost, or could not be
+        made, so the answer will never come."""
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
             left_s = deadline - time.monotonic()
@@ -213,7 +213,7 @@ class Requester:
                 return False
 
     def recv(self) -> memoryview:
-        """The answer, where ZeroMQ has received it."""
+        """The answer, in ZeroMQ's own memory: it is not copied."""
         return self._socket.recv(copy=False).buffer
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def all_or_first_error(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all, in order. The first error cancels the others, and is raised by itself."""
+    """The results of all, in order. The first error cancels the others and is raised, without an ExceptionGroup."""
     try:
         async with asyncio.TaskGroup() as tasks:
             started = [tasks.create_task(_awaited(one)) for one in work]
@@ -30,7 +30,7 @@ class TasksToEnd:
         return task
 
     async def end(self) -> None:
-        """Cancel all, and wait until they have ended. Whoever waits for one gets a CancelledError."""
+        """Cancel all, and wait until they have ended. An await of a cancelled task raises CancelledError."""
         running = list(self._running)
         for task in running:
             task.cancel()

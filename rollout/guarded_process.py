@@ -1,5 +1,6 @@
-"""A process that ends all that it started, once our end of its input closes: the guard of an environment or an agent
-(``environments/tandem_worker``), or what runs the programs of responses (``rewards/program_runner.py``)."""
+"""A guard: a process that ends everything that it started, once our end of its input closes. There is one for an
+environment or an agent (``environments/tandem_worker``), and one for the programs of responses
+(``rewards/program_runner.py``)."""
 
 import asyncio
 import hashlib
@@ -22,19 +23,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WORKER = (Path(__file__).parent / "environments" / "tandem_worker").resolve()
-"""The program that is a guard. With a command as arguments, of that command."""
+"""The guard's program. With a command as arguments, it guards that command."""
 
 END_TIMEOUT_S = 10.0
-"""Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
+"""Time limit of each: ending what an episode left over, ``close()``, and the guard's kill and reap of everything."""
 
 SHORT = "/tmp"
-"""For folders whose path must be short."""
+"""The folder of folders whose path must be short."""
 OWN_FOLDER = re.compile(r"tandem-[a-z]+-(?P<machine>\w+)-(?P<pid>\d+)-(?P<started>\d+)-\w+")
 """Name of a folder of ``own_folder``, with the process that removes it."""
 
 
 class Guard(Protocol):
-    """A guard as ``asyncio.subprocess.Process`` has it. Closing its ``stdin`` ends it."""
+    """The part of ``asyncio.subprocess.Process`` that a guard needs. Closing its ``stdin`` ends it."""
 
     @property
     def pid(self) -> int: ...
@@ -52,10 +53,10 @@ class Guard(Protocol):
 async def guarded_process(
     command: Sequence[str | Path], *, prefix: str, variables: Mapping[str, str]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A guard with pipes, in an empty folder of its own. Leaving ends it, with everything that it started, and removes
-    the folder.
+    """A guard with pipes, in its own empty folder. Leaving ends it, with everything that it started, and removes the
+    folder.
 
-    Entering raises OSError where it cannot be started.
+    Entering raises OSError if the guard cannot be started.
     """
     async with own_folder(prefix) as folder:
         guard = await start_guarded(*command, stderr=asyncio.subprocess.PIPE, cwd=folder, env=variables)
@@ -67,7 +68,7 @@ async def guarded_process(
 
 @asynccontextmanager
 async def own_folder(prefix: str) -> AsyncIterator[str]:
-    """An empty folder, which is removed with all in it. ``remove_abandoned`` does so where this process is killed."""
+    """An empty folder, which is removed with all in it. If this process is killed, ``remove_abandoned`` removes it."""
     folder = os.path.join(tempfile.gettempdir(), own_name(prefix))
     try:
         await finished(asyncio.to_thread(os.mkdir, folder, 0o700))
@@ -77,13 +78,13 @@ async def own_folder(prefix: str) -> AsyncIterator[str]:
 
 
 def own_name(prefix: str) -> str:
-    """A new name for a folder that ``remove_abandoned`` removes where this process has not."""
+    """A new name for a folder, by which ``remove_abandoned`` finds it if this process did not remove it."""
     return f"{prefix}{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}"
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of this user's processes that ended without doing so: they were killed, alone or with a whole
-    job of Slurm. Other machines may share the temporary folder; what is theirs stays."""
+    """Remove the folders that this user's processes left behind because they were killed, alone or with a whole job of
+    Slurm. Other machines may share the temporary folder; their folders stay."""
     for folder in {tempfile.gettempdir(), SHORT}:
         _remove_abandoned_in(folder)
 
@@ -107,16 +108,16 @@ def _remove_abandoned_in(folder: str) -> None:
 
 @cache
 def _machine() -> str:
-    """Names where a process id and a start time mean one process: this machine from its start on, or a container in it
-    with ids of its own."""
+    """A name of the place in which a process id and a start time mean one process: this machine since its last boot, or a
+    container on it with its own process ids."""
     with suppress(OSError):
         where = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
         return hashlib.sha256(where.encode()).hexdigest()[:8]
-    return secrets.token_hex(4)  # nobody will know whose the folders are
+    return secrets.token_hex(4)  # no later process will recognise these folders
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None where there is none of this id."""
+    """When a process started, in the kernel's ticks; None if no process has this id."""
     with suppress(FileNotFoundError, ProcessLookupError):
         # The program's name, in parentheses, may hold blanks.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
@@ -124,8 +125,8 @@ def _start_of(pid: int) -> str | None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder with all in it, also folders in which nothing may be written, as some tools make them, and those
-    that are nested deeper than Python's stack, and than a path is long, as a program may make them."""
+    """Remove a folder with all in it. Some tools make folders in it in which nothing may be written, and a program may nest
+    folders deeper than Python's stack, or than the longest path: these go too."""
     try:
         _remove(folder)
     except RecursionError:
@@ -146,9 +147,9 @@ def _remove(folder: str) -> None:
 
 
 async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subprocess.Process:
-    """Start a guard with pipes, in a session of its own: it ends what it guards after a killed group too. asyncio would kill
-    it where this is cancelled, which sets free what it guards: the start is waited for instead, and the guard ended.
-    Raises OSError."""
+    """Start a guard with pipes, in its own session: it outlives a kill of our process group, and ends what it guards. On a
+    cancellation asyncio would kill the guard, which sets free what it guards. Instead this waits for the start and then
+    ends the guard. Raises OSError."""
     pipe = asyncio.subprocess.PIPE
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True, **options)
@@ -166,14 +167,14 @@ async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subproc
 
 
 async def end_guarded(guard: Guard) -> None:
-    """Have a guard (``tandem_worker``) kill all below it, and end. Returns after the last of them is gone."""
+    """Have a guard (``tandem_worker``) kill all its descendants, and end. Returns after the last of them is gone."""
     assert guard.stdin is not None
-    guard.stdin.close()  # it sees that
+    guard.stdin.close()  # the sign for the guard to end
     try:
         async with asyncio.timeout(END_TIMEOUT_S):
             await guard.wait()
     except TimeoutError:
-        logger.warning("guard %d does not end; it is killed", guard.pid)
+        logger.warning("guard %d does not end; killing it", guard.pid)
         kill_tree(guard.pid)
         await guard.wait()
 
@@ -190,14 +191,14 @@ def kill_tree(pid: int) -> None:
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which a cancellation does not interrupt; it is raised afterwards."""
+    """The result of ``work``. A cancellation does not interrupt it, and is raised afterwards."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # it is the task's, and raised below
+        except Exception:  # the task's own; raised below
             break
     if cancelled is not None:
         raise cancelled

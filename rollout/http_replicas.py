@@ -1,4 +1,4 @@
-"""HTTP requests to several equal servers: the least loaded one first, another one after a failure, then backoff."""
+"""HTTP requests to several equal servers: first to the least loaded, after a failure to another. After all have failed, wait."""
 
 import asyncio
 import math
@@ -17,37 +17,37 @@ from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, require_own, 
 T = TypeVar("T")
 
 LOST_FOR_S = 30.0
-"""After this time a lost replica is asked like any other: it may have been started again."""
+"""After this time a lost replica gets requests like any other: it may have been restarted."""
 MOST_DOUBLINGS = 32
-"""Of the first wait. A cut network may fail a request a thousand times, and a float holds no 2**1024."""
+"""Limit on the doublings of the first wait. A cut network may fail a request a thousand times, and no float holds 2**1024."""
 
 
 class AttemptFailed(Exception):
-    """One attempt failed in a way that another one may not."""
+    """One attempt failed, and another may succeed."""
 
     def __init__(self, message: str = "", *, wait_s: float = 0.0) -> None:
-        """wait_s: the server's wish, before it is asked again."""
+        """wait_s: the wait before the next request that the server asked for."""
         super().__init__(message)
         self.wait_s = wait_s
 
 
 class ReplicaLost(AttemptFailed):
-    """The replica is not what it was: it has been started again."""
+    """The replica was restarted, so it may have other weights."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
     url: str
     in_flight: int = 0
-    """Samples that its unanswered requests hold."""
+    """Samples of its unanswered requests."""
     lost_for_s: float = LOST_FOR_S
-    """How long it stays lost. Infinite: until its owner says otherwise."""
+    """How long it stays lost. Infinite: until its owner clears ``is_lost``."""
     _lost_since: float = -math.inf
 
     @property
     def is_lost(self) -> bool:
-        """A connection failed, or the server was started again, with other weights: it is asked only where no other
-        replica is left."""
+        """Whether a connection failed, or the server was restarted with other weights. It then gets requests only if no
+        other replica is left."""
         return time.monotonic() - self._lost_since < self.lost_for_s
 
     @is_lost.setter
@@ -55,7 +55,7 @@ class Replica:
         self._lost_since = time.monotonic() if is_lost else -math.inf
 
     def is_on_trial(self) -> bool:
-        """Whether it was lost, and may be back. It then counts as lost again, so that one request alone tries it."""
+        """Whether it was lost, and may be back. It then counts as lost again, so that only one request tries it."""
         if self.is_lost or self._lost_since == -math.inf:
             return False
         self.is_lost = True
@@ -63,7 +63,7 @@ class Replica:
 
 
 class OwnServers(aiohttp.TCPConnector):
-    """Connections to processes of this run alone, which may be told its key: see ``connections.require_own``."""
+    """Connections to processes of this run only, because requests carry its key: see ``connections.require_own``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -89,7 +89,7 @@ def open_session(
     connector: type[aiohttp.TCPConnector] = aiohttp.TCPConnector,
     keepalive_timeout: float = 15.0,
 ) -> aiohttp.ClientSession:
-    """A session without a limit of connections and without a deadline for a whole request, which callers set."""
+    """A session without a limit on connections, and without a deadline for a whole request: callers set it."""
     watched = partial(watched_socket, peer_timeout_s=peer_timeout_s)
     return aiohttp.ClientSession(
         connector=connector(limit=0, socket_factory=watched, keepalive_timeout=keepalive_timeout),
@@ -99,7 +99,7 @@ def open_session(
 
 
 def choose(replicas: Sequence[Replica], session: Session | None = None) -> Replica:
-    """The session's own, or the one with the fewest samples in flight, which is the session's from now on."""
+    """The session's replica, unless it is lost; else the one with the fewest samples in flight, which becomes the session's."""
     chosen = min(replicas, key=lambda r: (r.is_lost, r.in_flight))
     if session is not None:
         own = session.server
@@ -120,8 +120,8 @@ async def request_with_retries(
     """The result of the first ``attempt(url)`` that succeeds.
 
     An attempt that raises AttemptFailed or an error of aiohttp is repeated on a replica that has not failed
-    this request. After all have failed, it waits, and all may be asked again. An attempt at a replica that was lost is
-    no failure of the request.
+    this request. After all have failed, it waits, and then tries all again. A failed trial of a replica that was lost
+    (``is_on_trial``) is no failure of the request.
 
     Args:
         session: see ``Session``.

@@ -1,5 +1,5 @@
-"""The records that sampling produces, all frozen. Values per token stay in numpy arrays from the server's answer to
-the learner's tensors, since a step may have millions of tokens."""
+"""The records that sampling produces, all frozen. Values per token stay in numpy arrays, from the server's answer to
+the learner's tensors, because a step may have millions of tokens."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 TOKEN_IDS, LOGPROBS, VERSIONS, MASK, COUNTS = np.int32, np.float32, np.int32, np.bool_, np.int32
-"""Types of the arrays. SGLang's log-probs are float32 numbers, which JSON writes in full."""
+"""Types of the arrays. SGLang's log-probs are float32, and JSON has all their digits."""
 EXPERTS = (np.uint8, np.int16)
 """Types of experts' ids: the smaller one that fits the model's number of experts."""
 
@@ -69,7 +69,7 @@ class Prompt:
     prompt_id: str
     token_ids: list[int]
     text: str
-    """What rewards read; see ``rollout.tasks.prompts.plain_text``."""
+    """The text that rewards read; see ``rollout.tasks.prompts.plain_text``."""
     task: str
     reference: str
     messages: Messages | None = None
@@ -81,7 +81,7 @@ class Prompt:
 
 
 class _WithArrays:
-    """Equal if all fields are equal. (A dataclass' own comparison fails on arrays, which have no single truth value.)"""
+    """Two are equal if all fields are equal. (A dataclass' own comparison fails on arrays: they have no single truth value.)"""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -113,8 +113,8 @@ class Completion(_WithArrays):
     and the response so far."""
     experts: np.ndarray | None = None
     """uint8 or int16 [rows, L, K], if requested: the experts of the last input tokens, in the L layers that have
-    experts. Row -1 belongs to the token before the last one. After a retraction they come from the last computation,
-    by the weights that sampled the last token."""
+    experts. Row -1 belongs to the token before the last one. After a retraction the server computed them again, with the
+    weights that sampled the last token."""
     num_kept: np.ndarray | None = None
     """int32 [n], if the sampler truncated: how many ids it kept for each token, including the sampled one."""
     kept_ids: np.ndarray | None = None
@@ -243,8 +243,8 @@ class Rewarded(Protocol):
 
 
 def different_rewards(siblings: Iterable[Rewarded]) -> set[float]:
-    """The rewards of the scored siblings, in the learner's float32. Sums of the same parts may differ beyond float32, which
-    the learner's advantages do not see."""
+    """The rewards of the scored siblings, in the learner's float32. Sums of the same parts may differ in bits beyond float32,
+    which the learner's advantages do not see."""
     return {float(np.float32(s.reward)) for s in siblings if s.reward is not None}
 
 

@@ -1,6 +1,6 @@
 """The key of a run: SGLang's servers, the router and the sample role refuse requests that do not prove it.
 
-The key lies in the run folder, where only its owner can read it; anyone who can read it is trusted. It is on no
+The key lies in the run folder, where only its owner can read it. A process that can read it is trusted. The key is on no
 command line (``ps`` shows those to everyone) and in no environment.
 """
 
@@ -42,7 +42,7 @@ class RunKey:
 
 
 def run_key(file: Path) -> RunKey:
-    """The key in ``file``, which is made if it is missing; every process of a run gets the same key.
+    """The key in ``file``. A missing file is made. Every process of a run gets the same key.
 
     Raises:
         ValueError: others can read the file, or it holds no key; with the fix.
@@ -52,7 +52,7 @@ def run_key(file: Path) -> RunKey:
         _create_key_file(file)
     if os.stat(file).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
-            f"others can read {file}, the key of the run; remove it: the next start makes another (use a file system with permissions)"
+            f"others can read {file}, the key of the run; remove it (the next start makes another) and use a file system with permissions"
         )
     try:
         content = yaml.safe_load(file.read_text())
@@ -65,13 +65,13 @@ def run_key(file: Path) -> RunKey:
 
 
 def _create_key_file(file: Path) -> None:
-    """Create the file atomically. Of several processes that try, one succeeds and all use its key."""
+    """Create the file atomically. If several processes try, one succeeds, and all use its key."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as target:
             target.write(
-                f'# Whoever reads this may control the servers of this run.\n{FIELD}: "{secrets.token_hex(32)}"\n'
+                f'# With this key anyone can control the servers of this run.\n{FIELD}: "{secrets.token_hex(32)}"\n'
             )
         with suppress(FileExistsError):
             os.link(fresh, file)

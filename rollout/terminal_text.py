@@ -1,5 +1,5 @@
-"""Text for a terminal, which obeys control characters, and for a shell. A model, a program of it or a server may have written the
-text."""
+"""Text for a terminal, which obeys control characters, and for a shell. A model, its program or a server may have written
+the text."""
 
 import shlex
 import unicodedata
@@ -11,19 +11,19 @@ LEFT_AS_THEY_ARE = "\n\t\u200c\u200d"
 
 
 def visible(text: str) -> str:
-    """The text with control characters, but for tab and new line, made visible."""
+    """The text with its control characters made visible, except tab and new line."""
     if all(character.isprintable() or character in LEFT_AS_THEY_ARE for character in text):
         return text
     return "".join(map(_visible_character, text))
 
 
 def on_one_visible_line(text: str) -> str:
-    """The text as ``visible``, with one blank for each run of blanks and line ends."""
+    """The text of ``visible``, with one blank for each run of blanks and line ends."""
     return visible(" ".join(text.split()))
 
 
 def tandem_command(*words: object) -> str:
-    """A command of ours for a person to paste into a shell, which takes each word as it is."""
+    """A ``tandem`` command for a person to paste into a shell. It is quoted, so that the shell takes each word as it is."""
     return shlex.join(["tandem", *map(str, words)])
 
 

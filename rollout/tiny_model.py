@@ -47,7 +47,7 @@ FAMILIES = {
     },
     "deepseek_v3": _LATENT | {
         "q_lora_rank": 48, "n_group": 4, "topk_group": 2,
-        # What published folders have beside the fields of transformers' class, and SGLang reads.
+        # Published folders have these beside the fields of transformers' class, and SGLang reads them.
         "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
     },
     "glm4_moe_lite": _LATENT | {"q_lora_rank": 48, "rms_norm_eps": 1e-6},
@@ -86,11 +86,11 @@ FAMILIES = {
         },
     },
 }  # fmt: skip
-"""By transformers' ``model_type``: the fields of the config that this family alone has."""
+"""By transformers' ``model_type``: the fields of the config that are specific to the family."""
 
 BYTE_LEVEL = ("qwen2", "qwen3_5_moe_text")
-"""Families whose tokenizer transformers opens as its own byte-level one, whatever the folder says: the space is then
-written as another character."""
+"""Families whose tokenizer transformers opens as its own byte-level one, whatever the folder says. That one writes the
+space as another character."""
 SPECIAL_TOKENS = ("<eos>", "<pad>", "<unk>")
 VOCAB_MULTIPLE = 8
 """The vocabulary is padded to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
@@ -101,10 +101,10 @@ def make_tiny_countdown_model(
 ) -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    ``family`` is one of ``FAMILIES``. Dense ones have 0.8 M parameters. Those with experts have 8 in every layer, GLM and
-    DeepSeek in all but the first, and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
-    The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation: from about 0.1 on the
-    untrained model's answers depend on the prompt.
+    ``family`` is one of ``FAMILIES``. Dense ones have 0.8 M parameters. Those with experts have 8 in every layer (GLM and
+    DeepSeek not in the first), and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only
+    when complete. The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation. From about
+    0.1 on, the untrained model's answers depend on the prompt.
 
     Raises ValueError: ``folder`` exists already, or ``family`` is unknown.
     """
@@ -127,7 +127,7 @@ def make_tiny_countdown_model(
 
 
 def write_olmo3_rope(folder: Path) -> None:
-    """Give a saved Olmo 3 the rope fields of the published files, which SGLang reads, in place of transformers' own."""
+    """Give a saved Olmo 3 the rope fields of the published files, which SGLang reads, instead of transformers' own."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     full = config.pop("rope_parameters")["full_attention"]
@@ -191,7 +191,7 @@ def _random_model(
             if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
                 buffer.normal_(std=0.02)
         if "linear_num_value_heads" in own or family == "gemma3_text":
-            # transformers leaves it at zero, where three norms one behind another multiply a gradient by 1e9.
+            # transformers leaves it at zero, where three norms in a row multiply a gradient by 1e9.
             table: torch.Tensor = model.get_input_embeddings().weight
             row = SPECIAL_TOKENS.index("<pad>")
             torch.nn.init.normal_(table[row], std=initializer_range)

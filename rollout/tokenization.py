@@ -49,9 +49,9 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
 
 
 def import_transformers_without_torch() -> None:
-    """Import the tokenizers of transformers without its models, in a process that needs no others.
+    """Import the tokenizers of transformers without its models, in a process that needs only tokenizers.
 
-    Where torch is installed, transformers imports it with its compiler and its distributed parts: 3.6 of 6.3 CPU
+    If torch is installed, transformers imports it with its compiler and its distributed parts: 3.6 of 6.3 CPU
     seconds and 330 of 420 MiB of a sample role's imports. A tokenizer needs none of it. Torch itself can still be
     imported afterwards; models of transformers cannot.
     """
@@ -89,12 +89,12 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
-    With a chat template and its arguments: the system message, if any, the messages, or a text as the user's message,
-    and the header of the assistant's turn. Without: a text with the tokenizer's own special tokens (such as Llama's begin
-    token).
+    With a chat template and its arguments: the system message, if any; the messages, or a text as the user's message;
+    and the header of the assistant's turn. Without a template: a text with the tokenizer's own special tokens (such as
+    Llama's begin token).
 
     Raises ValueError: the template is missing or refuses the messages, a system prompt or messages come without a
-    template, or there is no token.
+    template, or the prompt has no token.
     """
     if apply_chat_template:
         text = _render_prompt(tokenizer, prompt, chat_template_kwargs, system_prompt=system_prompt)
@@ -107,7 +107,7 @@ def encode_prompt(
         raise ValueError("a prompt of several messages needs a chat template; set apply_chat_template: true")
     else:
         token_ids = list(tokenizer.encode(prompt))
-        # Some tokenizers close a text too, and no answer follows its end.
+        # Some tokenizers also append an end token. No answer follows it.
         if token_ids[-1:] == [tokenizer.eos_token_id]:
             plain = list(tokenizer.encode(prompt, add_special_tokens=False))
             token_ids = token_ids[:-1] if token_ids[:-1][-len(plain) :] == plain else token_ids
@@ -127,11 +127,11 @@ def encode_response(
 ) -> list[int]:
     """Token ids of a response to learn, which follow those of the prompt (see ``_encode_behind``).
 
-    A text stands as it is; the first of ``ends`` follows it. A message of the assistant is what the chat template makes of
-    it, up to the token of ``ends`` that closes its turn. The model samples nothing after that one, such as the line break
-    of many templates. Where the template has none, the first of ``ends`` follows.
+    A text is taken as it is, and the first of ``ends`` follows it. The chat template renders a message of the assistant. The
+    response ends with the token of ``ends`` that closes this turn. Many templates write more after it, such as a line break;
+    the model samples none of that. If the template closes no turn, the first of ``ends`` follows.
 
-    Raises ValueError: the template refuses the messages, or renders the prompt otherwise before a response.
+    Raises ValueError: the template refuses the messages, or renders the prompt differently before a response.
     """
     if isinstance(response, str):
         renders = apply_chat_template and _puts_blank(tokenizer)
@@ -145,10 +145,10 @@ def encode_response(
 
 
 def _encode_behind(tokenizer: "Tokenizer", before: str, text: str) -> list[int]:
-    """Token ids of a text as it stands behind another.
+    """Token ids of a text that follows another.
 
-    They are those of the text alone where no blank is put before it (``_puts_blank``), and where both become other tokens
-    together: the tokens of the prompt are given, and the model samples after them.
+    They are the ids of the text alone in two cases: the tokenizer puts no blank before it (``_puts_blank``), or the ids of
+    both texts together do not start with those of the first. The first has its own ids then: the model samples after them.
     """
     alone = list(tokenizer.encode(text, add_special_tokens=False))
     if not _puts_blank(tokenizer):
@@ -159,7 +159,7 @@ def _encode_behind(tokenizer: "Tokenizer", before: str, text: str) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _puts_blank(tokenizer: "Tokenizer") -> bool:
-    """Whether a text that stands alone gets a blank before it, as by the tokenizers of Llama 2 and Mistral 7B."""
+    """Whether the tokenizer puts a blank before a text that stands alone, as those of Llama 2 and Mistral 7B do."""
     alone, behind = (list(tokenizer.encode(text, add_special_tokens=False)) for text in ("4", "\n4"))
     return behind[-len(alone) :] != alone
 
@@ -172,17 +172,18 @@ def find_turns(
     *,
     chat_template_kwargs: Mapping[str, Any] = {},
 ) -> list[range]:
-    """Places of the assistant's turns in ``token_ids``, those that ``encode_prompt`` makes of the prompt::
+    """Places of the assistant's turns in ``token_ids``, the ids that ``encode_prompt`` gives for the prompt::
 
         <|im_start|>user\\n?<|im_end|>\\n<|im_start|>assistant\\nAnswer<|im_end|>\\n<|im_start|>user\\n...
                                                          [---- turn ---]
 
-    A turn is what the model samples after the messages before it: the message as the chat template writes it where it is
-    the last one, up to and with the token of ``ends`` that closes it. It must stand so in the prompt, in text and tokens.
-    Where the template closes no turn (GLM), the next message's first token does.
+    A turn is what the model samples after the messages before it: the message as the chat template writes it if it is
+    the last one, up to and including the token of ``ends`` that closes it. The prompt must contain it in the same text and
+    tokens. If the template closes no turn (GLM), the next message's first token does.
 
-    Raises ValueError, naming the message: the template writes it, or what is before it, otherwise once messages follow; none
-    of ``ends`` closes it; or it and the text around it become other tokens together. Also as ``encode_response``.
+    Raises ValueError that names the message: the template writes the message, or the text before it, differently once
+    messages follow; none of ``ends`` closes it; or it and the text around it become other tokens together. Also raises as
+    ``encode_response`` does.
     """
     messages = messages_of(prompt)
     text = _render_prompt(tokenizer, prompt, chat_template_kwargs)
@@ -202,8 +203,8 @@ def find_turns(
             if token_ids[tokens_done : place.stop] != before + turn:
                 around = text[max(start - _SHOWN, 0) : start], text[start : min(start + _SHOWN, stop)]
                 raise ValueError(
-                    f"{around[0]!r} and {around[1]!r} become other tokens together than apart, so they are not those that the model "
-                    "samples; begin the message otherwise"
+                    f"{around[0]!r} and {around[1]!r} become other tokens together than apart, so they are not the tokens that the model "
+                    "samples; begin the message with another text"
                 )
             if turn[-1] not in ends:
                 raise ValueError(
@@ -236,8 +237,8 @@ def _find_turn(
         first = next((place for place, (was, now) in enumerate(pairs) if was != now), len(text))
         shown = slice(max(first - _SHOWN, 0), first + _SHOWN)
         raise ValueError(
-            f"{template_name(tokenizer)} writes {sampled[shown]!r} where it is the last one, and "
-            f"{text[shown]!r} where others follow, so its tokens are not those that the model samples; use a template that keeps "
+            f"{template_name(tokenizer)} writes {sampled[shown]!r} if it is the last one, and "
+            f"{text[shown]!r} if others follow, so its tokens are not those that the model samples; use a template that keeps "
             "earlier turns"
         )
     if turn is None:
@@ -247,8 +248,8 @@ def _find_turn(
 
 
 def _until_end(tokenizer: "Tokenizer", written: str, ends: Sequence[int]) -> str | None:
-    """A response up to and with the token that closes it; None: the template writes none. Behind it some templates write
-    another, of the whole conversation (Phi-3)."""
+    """A response up to and including the token that closes it; None: the template writes none. Some templates write another
+    token after it, which closes the whole conversation (Phi-3)."""
     either = "|".join(map(re.escape, _texts_of(tokenizer, ends))) or "(?!)"
     closed = re.search(rf"({either})(?:{either}|\s)*+\Z", written)  # *+: an end may be a blank
     return written[: closed.end(1)] if closed else None
@@ -269,14 +270,14 @@ def _write_response(
     ends: Sequence[int],
     arguments: Mapping[str, Any],
 ) -> tuple[str, str]:
-    """What the chat template writes for a prompt with the header of the assistant's turn, and for the response after it.
+    """The chat template's text of a prompt with the header of the assistant's turn, and its text of the response after it.
     Raises ValueError, see ``encode_response``."""
     before = _render_prompt(tokenizer, prompt, arguments)
     whole = _with_messages(prompt, (*messages_of(prompt), response))
     text = _render_prompt(tokenizer, whole, arguments, header=False)
     if not text.startswith(before):
         raise ValueError(
-            f"{template_name(tokenizer)} renders the prompt otherwise where a response follows, so "
+            f"{template_name(tokenizer)} renders the prompt differently if a response follows, so "
             "that no tokens are the response's; give the response as a text"
         )
     written = text[len(before) :]
@@ -287,19 +288,19 @@ def _write_response(
     token_ids = list(tokenizer.encode(written, add_special_tokens=False))
     if not token_ids or token_ids[0] in ends or any(name not in written for name in names):
         raise ValueError(
-            f"{template_name(tokenizer)} leaves out the response, or its calls of tools; give the "
+            f"{template_name(tokenizer)} leaves out the response, or its tool calls; give the "
             "response as a text"
         )
     if any(_is_quoted(call, written) for call in calls if isinstance(call, dict)):
         raise ValueError(
-            f"{template_name(tokenizer)} puts the arguments of a call, which are a text, into quotes, "
-            "and so no parser of calls reads them; write the arguments as an object"
+            f"{template_name(tokenizer)} puts the arguments of a tool call, which are a text, into quotes, "
+            "so no parser of tool calls can read them; write the arguments as an object"
         )
     return before, written
 
 
 def _is_quoted(call: Mapping[str, Any], written: str) -> bool:
-    """Whether arguments in OpenAI's form, the JSON of an object as a text, were written as the JSON of that text."""
+    """Whether the template wrote arguments in OpenAI's form, an object's JSON as a text, as the JSON of that text."""
     arguments = call.get("arguments")
     is_json = isinstance(arguments, str) and arguments.lstrip().startswith("{")
     return is_json and json.dumps(arguments, ensure_ascii=False) in written
@@ -342,7 +343,7 @@ def render_chat(
             tokenize=False,
             **arguments,
         )
-    except ValueError:  # of our own reader of templates, which says what is wrong
+    except ValueError:  # from ``TokenizerFiles``, which says what is wrong
         raise
     except Exception as error:  # a template is a program and may raise anything
         roles = ", ".join(str(message.get("role")) for message in messages)
@@ -356,8 +357,8 @@ def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
     """Every token id that ends an answer: the tokenizer's own first, then those of generation_config.json and
     config.json, ascending.
 
-    Supervised training ends an answer with the first; all of them stop sampling. Chat models often end a turn
-    with another token than the tokenizer's own, and name it only in generation_config.json.
+    Supervised training ends an answer with the first. All of them stop sampling. Chat models often end a turn with
+    a token that is not the tokenizer's own, and name it only in generation_config.json.
 
     Raises ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
     """

@@ -1,7 +1,7 @@
 """A model's tokenizer from its files, for checks before a start: `tokenizers` and `jinja2` load in a tenth of
-a second, transformers takes several.
+a second, transformers takes several seconds.
 
-The ids are those of transformers, without the special tokens around a text that has no template: a check must
+The ids are those of transformers, but a text without a template gets no special tokens around it: a check must
 never refuse what would run.
 """
 
@@ -26,7 +26,7 @@ _LFS_POINTER = "version https://git-lfs"
 
 class TokenizerFiles:
     """The part of transformers' tokenizer interface that checks use. Raises ValueError: a file of the tokenizer is
-    broken; the message names it and the fix."""
+    broken. The message names the file and the fix."""
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer
@@ -129,7 +129,7 @@ class TokenizerFiles:
             return _compiled(self._template_for(given["tools"])).render(given)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"{template_name(self)} is no Jinja template: {error.message} in its line {error.lineno}"
+                f"{template_name(self)} is no Jinja template: {error.message} in line {error.lineno}"
             ) from error
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(
@@ -137,14 +137,14 @@ class TokenizerFiles:
             ) from error
 
     def _template_for(self, tools: object) -> str:
-        """As transformers chooses among several."""
+        """The template that transformers chooses among several."""
         templates = self.chat_template
         if not isinstance(templates, dict):
             return templates or ""
         return templates["tool_use" if tools is not None and "tool_use" in templates else "default"]
 
     def check_template(self, system_prompt: str | None, arguments: Mapping[str, Any] = {}) -> None:
-        """Render the template once. Raises ValueError where it fails, or leaves out a part of its input."""
+        """Render the template once. Raises ValueError if it fails, or leaves out a part of its input."""
         parts, messages = {"the prompt": _TRIAL_PROMPT}, [{"role": "user", "content": _TRIAL_PROMPT}]
         if system_prompt is not None:
             parts["task.system_prompt"] = system_prompt.strip()
@@ -156,15 +156,15 @@ class TokenizerFiles:
 
 
 def template_name(tokenizer: "Tokenizer") -> str:
-    """For messages."""
+    """The template's name in messages."""
     return f"the chat template of {tokenizer.name_or_path or 'this model'}"
 
 
 def check_template_arguments(tokenizer: "Tokenizer", arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError where the chat template never reads one of these.
+    """Raises ValueError if the chat template never reads one of these.
 
-    A name that the template sets in some of its branches counts as read. A template that is no Jinja reads none; what is
-    wrong with it is said elsewhere.
+    A name that the template sets in some of its branches counts as read. A template that is no Jinja reads none; other
+    checks report it.
     """
     import jinja2.meta
 
@@ -219,8 +219,8 @@ def _jinja_environment():
 
 
 def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template in its own file, else in tokenizer_config.json, else in chat_template.json; or several by their names, of
-    which one is ``default``."""
+    """The template in its own file, else in tokenizer_config.json, else in chat_template.json. Several templates come by
+    name, and one of them is ``default``."""
     files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     files |= {"default": folder / "chat_template.jinja"}
     by_name = {name: _read_template(file) for name, file in files.items() if file.is_file()}
@@ -275,7 +275,7 @@ def _failure_text(path: Path, error: Exception) -> str:
 
 
 def check_same_tokens(field: str, policy: Path, other: Path) -> None:
-    """Raises ValueError where the model of ``field``, which reads the policy's tokens, means another token by one of their
+    """Raises ValueError if an id of the policy's tokens is another token of the model of ``field``, which reads the policy's
     ids. A folder without tokenizer.json is not compared."""
     files = [folder / "tokenizer.json" for folder in (policy, other)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
@@ -288,6 +288,6 @@ def check_same_tokens(field: str, policy: Path, other: Path) -> None:
     if differing:
         first = differing[0]
         raise ValueError(
-            f"{field} reads the policy's tokens, but {len(differing)} of them are others to it: {first} is {mine[first]!r} in {policy} and "
-            f"{others[first]!r} in {other}; give a model with the policy's tokenizer"
+            f"{field} reads the policy's token ids, but {len(differing)} of them are other tokens there: {first} is {mine[first]!r} in "
+            f"{policy} and {others[first]!r} in {other}; give a model with the policy's tokenizer"
         )

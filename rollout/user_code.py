@@ -1,5 +1,5 @@
-"""Functions and classes of the user's own, ``module:name``: imported, checked before they are called, and tried in a process
-of their own before a start (``rewards/trial_process.py``)."""
+"""The user's own functions and classes, ``module:name``: imported, checked before they are called, and tried in a separate
+process before a start (``rewards/trial_process.py``)."""
 
 import difflib
 import faulthandler
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the processes of rewards import this file, and need no conf
     from configs.schema.own_function import OwnFunction
 
 TELL_EVERY_S = 5.0
-"""Between two words that a trial still waits."""
+"""Time between two messages that a trial is still running."""
 TRACE_WITHIN_S = 2.0
 """Time for a late process to write its current line."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -28,7 +28,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 def import_function(kind: str, path: str, form: str) -> Callable:
     """The function or class that ``module:name`` names, also from a module in the current working directory. ``kind`` and
     ``form`` are for messages. Raises ValueError: the module or the name is missing, the import fails or ends the process, or
-    what is named cannot be called."""
+    the name is not callable."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ValueError(f"{kind} {path!r} is not of the form {form}")
@@ -50,7 +50,7 @@ def import_function(kind: str, path: str, form: str) -> Callable:
 
 
 def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that a function has parameters of."""
+    """Those of ``names`` that are parameters of the function."""
     try:
         return [name for name in names if name in inspect.signature(function).parameters]
     except ValueError:  # some C functions have no signature
@@ -60,10 +60,10 @@ def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:
 def call_problem(
     own: "OwnFunction", function: Callable, given: Sequence[str], further: Sequence[str]
 ) -> str | None:
-    """Why the function cannot be called with the arguments ``given``, its settings, and those of ``further`` that it has
-    parameters of."""
+    """Why the function cannot be called with the arguments ``given``, its settings, and those of ``further`` that are
+    parameters of it. None: it can be."""
     if taken := sorted(own.settings.keys() & {*given, *further}):
-        return f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it"
+        return f"settings hold {', '.join(taken)}, which Tandem itself passes; rename it"
     asked = dict.fromkeys(further_parameters(function, further))
     try:
         inspect.signature(function).bind(*given, **asked, **own.settings)
@@ -76,8 +76,8 @@ def call_problem(
 
 
 def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
-    """Main function of a trial's process, which says None once it is up. A job has the arguments of ``attempt``; its answer
-    is None, or the text of the ValueError that ``attempt`` raises, as JSON."""
+    """Main function of a trial's process. It sends null once it is up. A job holds the arguments of ``attempt``. The answer,
+    as JSON, is null, or the text of the ValueError that ``attempt`` raised."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
     faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
     with Connection(descriptor) as connection:
@@ -96,8 +96,8 @@ def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
 
 
 def users_line(trace: str, is_other: Callable[[str], bool]) -> str:
-    """``, at rewards.py:3 in <module>``: the innermost line of the user's in what faulthandler wrote; an empty text where
-    there is none. is_other: whether a file is not the user's."""
+    """``, at rewards.py:3 in <module>``: the innermost of the user's lines in faulthandler's trace; an empty text if there
+    is none. is_other: whether a file is not the user's."""
     for file, line, function in _FRAME.findall(trace):  # innermost first
         if not is_other(file):
             return f", at {os.path.basename(file)}:{line} in {function}"

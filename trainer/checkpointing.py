@@ -246,7 +246,7 @@ class Checkpointer:
             folders = (policy, self._critic_folder / policy.name)
             kept = [str(set_aside(folder)) for folder in folders if folder.is_dir()]
             self.notices.append(
-                f"checkpoint {damage}; going on from {instead.name} instead (the damaged one is now {' and '.join(kept)})"
+                f"checkpoint {damage}; continuing from {instead.name} instead (the damaged one is now {' and '.join(kept)})"
             )
             print(self.notices[-1], flush=True)
 

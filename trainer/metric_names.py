@@ -245,7 +245,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("sampling/requests", None, "completions", "completions requested of the servers: a sample has one for each turn"),
     Entry("sampling/retries", None, "completions", "completions requested again, since an attempt failed in transport or ran out of time"),
     Entry("sampling/reward_retries", None, "requests", "requests to reward models and judges that were repeated"),
-    Entry("sampling/resampled_groups", None, "groups", "groups sampled in place of groups without signal (dynamic sampling)"),
+    Entry("sampling/resampled_groups", None, "groups", "groups sampled instead of groups without signal (dynamic sampling)"),
     Entry("sampling/filled_groups", None, "groups", "groups without signal that were taken after the last round of dynamic sampling"),
     Entry("sampling/left_out_prompts", None, "prompts", "prompts of the data that are too long (task.too_long_prompts)"),
     Entry("sampling/seconds", None, "s", "seconds from the learner's request for the step's groups to the answer"),

@@ -4,7 +4,7 @@ properties that the loss relies on and that one call cannot show.
     form           one value for each, of the same dtype and device                              (own_parts.call, in a run too)
     finite         at log-ratios of 100, in a group of one, among equal rewards, without response tokens
     same bits      from the same input, since every rank calls for itself; no input is changed
-    gradient       of an objective, to current alone; an advantage or weight has none
+    gradient       of an objective, only to current; an advantage or weight has none
     independence   objective and weight: a sequence has the same values, and gradient, in any batch and order
                    advantage: the order of samples and the numbers of groups do not matter
 

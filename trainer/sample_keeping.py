@@ -34,7 +34,7 @@ from trainer.tracking.tracker import Tracker
 
 
 class SampleKeeper:
-    """All ranks call ``keep``; rank 0, which alone has a tracker, writes. Files of the first and the last step and of
+    """All ranks call ``keep``; rank 0, the only one with a tracker, writes. Files of the first and the last step and of
     those with an evaluation go to MLflow too."""
 
     def __init__(self, folder: Path, config: RunConfig, tracker: Tracker | None):

@@ -5,8 +5,8 @@ While rank 0 waits, it looks for three things:
 
     a request to stop            ends the wait, on all ranks
     a successor of the role      gets the data position of the last groups, and the same request again
-    servers without weights      where all that had the weights have ended and some have been started again: all
-                                 ranks send the weights together, and the wait goes on
+    servers without weights      if all servers that had the weights have ended, and some were restarted: all ranks
+                                 send the weights together, and the wait continues
 """
 
 import time
@@ -128,7 +128,7 @@ class SharedSampler:
     def _follow_successor(self, remote: RemoteSampler, loss: SampleRoleLost) -> None:
         if not remote.follow(within_s=self._role_start_s, meanwhile=self._heed_stop):
             raise loss
-        self._say(f"{loss}; a successor goes on")
+        self._say(f"{loss}; its successor continues")
 
     def _look_around(self) -> None:
         self._heed_stop()

@@ -1,4 +1,4 @@
-"""The supervised warm start: next-token loss on the answers alone, by the same engine as the RL update.
+"""The supervised warm start: next-token loss on only the answers, by the same engine as the RL update.
 
 loss = -(1 / N) sum over answer tokens of log pi(token | preceding tokens),   N answer tokens in the batch of all ranks
 """

@@ -40,7 +40,7 @@ class StageSender:
         """carrier: the backend of a transfer group, or ``MEMORY``, which needs ``in_one_request`` (the
         servers have Tandem's plugin).
 
-        A transfer group is made here. The servers are told over HTTP to join it, and join while this process does."""
+        A transfer group is made here. A request over HTTP asks the servers to join it, and they join while this process does."""
         self._control, self._in_one_request, self._timeout_s = control, in_one_request, timeout_s
         self._broadcaster: WeightBroadcaster | None = None
         self._staging = Buffers("cpu")

@@ -28,7 +28,7 @@ from trainer.weight_sync import SyncResult
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     recorded: dict[str, float]
-    """Plain numbers by name; complete on rank 0 alone."""
+    """Plain numbers by name; complete only on rank 0."""
     sampled_gap: SampledGap | None
     """On every rank: ``WeightSync.check_samples`` may end the run because of it. None if no token was
     compared."""

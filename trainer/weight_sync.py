@@ -118,12 +118,12 @@ class WeightSync:
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first.
-        agreement: the checks of probes and samples; None: of probes alone, by the dtypes of both sides.
+        agreement: the checks of probes and samples; None: only of probes, by the dtypes of both sides.
         address: the address at which the servers reach this rank's host, if it is a sender.
         turns: None if the servers have their own devices.
         control_of: makes a control of the given servers, like ``control`` for those at the start; None: for
         servers without a key. lives: the address of each server that can receive weights, with the number of
-        its start; called on rank 0 alone. It raises a RolloutError if servers are not started any more. None,
+        its start; called only on rank 0. It raises a RolloutError if servers are not started any more. None,
         on all ranks, if the servers stay the same until the run ends. stop_requested: the reason to stop, or
         None; checked while servers start."""
         self._learner, self._control, self._rollout = learner, control, rollout
@@ -408,7 +408,7 @@ class WeightSync:
         return self._again_where_servers_change(send_and_probe)
 
     def close(self) -> None:
-        """Leave the transfer groups. Servers that have ended meanwhile need not be told."""
+        """Leave the transfer groups. Servers that have ended meanwhile are skipped."""
         if self._sender is not None:
             try:
                 self._sender.close()

@@ -77,7 +77,7 @@ OTHER_FIELDS = _by_name({
     "`task.heldout_path`, beside `task.type=jsonl`": "val_files eval_prompt_data eval_dataset",
     "`evaluation.every`, in steps": "test_freq eval_steps eval_interval eval_strategy",
     "`checkpoint.every`, in steps": "save_freq save_steps save_interval save_strategy",
-    "`launch.runs_dir`, in which each run makes a folder of its own": "output_dir default_local_dir save_path save",
+    "`launch.runs_dir`, in which each run makes its own folder": "output_dir default_local_dir save_path save",
     "`reward={type: function, function: my_module:score}`": "reward_funcs custom_reward_function custom_rm_path rm_type reward_manager",
     "`reward={type: model, urls: [...]}`": "rm_url remote_rm_url remote_url reward_model.enable reward_model.model.path",
     "`kl.coefficient`, with `kl.place` loss or reward":
@@ -103,7 +103,7 @@ OTHER_FIELDS = _by_name({
     "`aggregation.type=token_mean`": "calculate_per_token_loss",
     "`aggregation.constant`": "loss_scale_factor",
     "`aggregation.type` and `objective.type`; in verl's rollout_correction, a key of `correction={verl: {...}}`": "loss_type",
-    "`rollout.dynamic_sampling`, which samples further groups in place of those that it leaves out":
+    "`rollout.dynamic_sampling`, which samples further groups instead of those that it leaves out":
         "filter_groups dynamic_sampling_filter_path dynamic_filtering dynamic_filtering_enable dynamic_filtering_range "
         "gen_batch_size max_num_gen_batches over_sampling_batch_size",
     "`rollout.max_staleness`, by how many versions a token may be older than the weights that it trains":

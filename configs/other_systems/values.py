@@ -38,7 +38,7 @@ OUR_NAMES: Mapping[tuple[str, str], Mapping[str, str]] = {
 NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
     ("aggregation", "type"): {
         "seq-mean-token-sum-norm": (
-            "verl divides the sum by a constant alone, Tandem by a constant and the number of sequences",
+            "verl divides the sum only by a constant, Tandem by a constant and the number of sequences",
             "write `type: sequence_mean_token_sum_over_constant` with a `constant`, usually max_new_tokens",
         )
     },

@@ -113,7 +113,7 @@ def _verl_gradient(read: ForeignBlock, bypass: bool) -> bool:
     keys = ("loss_type", "use_policy_gradient")
     if gradient and not bypass:
         fix = "set bypass_mode: true; or remove it, and set the run's `objective.type: policy_gradient` for one in decoupled mode"
-        read.refuse(keys[0] if new else keys[1], "verl takes this loss in bypass mode alone", fix)
+        read.refuse(keys[0] if new else keys[1], "verl takes this loss only in bypass mode", fix)
     elif bypass:
         read.say(keys, f"loss: {'policy_gradient' if gradient else 'objective'}")
     else:
@@ -166,7 +166,7 @@ def _verl_rules(read: ForeignBlock) -> list[RejectionRule]:
         read.refuse("rollout_rs", f"{unknown[0]} is not a rule", did_you_mean(unknown[0], known, "rules"))
         return []
     if read.get("rollout_rs_threshold_lower") is not None:
-        error = f"goes with the older rules ({', '.join(_OLD_RULES)}) alone"
+        error = f"goes only with the older rules ({', '.join(_OLD_RULES)})"
         read.refuse("rollout_rs_threshold_lower", error, TWO_BOUNDS)
     texts = read.listed("rollout_rs_threshold")
     if len(texts) not in (1, len(names)):
@@ -207,7 +207,7 @@ def _verl_new_rule(read: ForeignBlock, name: str, text: Any) -> RejectionRule | 
     setting = f"rollout_rs: {name}, {key}: {show(text)}"
     if name in _DIVERGENCES:
         if lower is not None:
-            read.refuse(key, f"{name} has an upper bound alone", f"write one number for it: {upper}")
+            read.refuse(key, f"{name} has only an upper bound", f"write one number for it: {upper}")
             return None
         kind, reduce = _DIVERGENCES[name]
         rule = DivergenceRule(rule=kind, reduce=reduce, upper=upper)

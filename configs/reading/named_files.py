@@ -166,7 +166,7 @@ def fix_model_path(model: Path, *files: str) -> str:
     command = None if model.is_symlink() else _download(model, *files)
     if command is not None:
         then = f", then model.path={_folder_of(model)}" if is_hub_id(model) else ""
-        return f"nothing is downloaded by itself: `{command}`{then}{_other_models()}"
+        return f"nothing is downloaded automatically: `{command}`{then}{_other_models()}"
     fix = f"download the checkpoint to this disk first, and name its folder{_other_models()}"
     return _fix_path(model, fix, is_folder=True)
 
@@ -193,7 +193,7 @@ def _fix_data_path(path: Path) -> str:
         return f"name a file in it, such as {inside[0]}" if inside else "name a .jsonl or .parquet file"
     if is_hub_id(path) and path.suffix not in (".jsonl", ".parquet", ".json", ".ndjson"):
         fetch = f"`hf download {path} --repo-type dataset --local-dir data/{path.name}`"
-        return f"nothing is downloaded by itself: {fetch}, then name its .jsonl or .parquet file"
+        return f"nothing is downloaded automatically: {fetch}, then name its .jsonl or .parquet file"
     return _fix_path(path, "correct the path")
 
 

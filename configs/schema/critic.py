@@ -25,5 +25,5 @@ class CriticConfig(Schema):
     """Value clipping: the loss counts a value as at most this far from the value that the advantages were
     computed with, in the unit of rewards; null: unclipped."""
     warmup_steps: NonNegativeInt = 0
-    """The first this many steps of the run train the critic alone and leave the policy as it is, so that its
+    """The first this many steps of the run train only the critic and leave the policy as it is, so that its
     first advantages are not those of an untrained critic."""

@@ -106,8 +106,8 @@ class SlurmConfig(Schema):
     options: tuple[Option, ...] = ()
     """Further ``#SBATCH`` options, such as ``--exclusive``."""
     notice_s: PositiveInt = 180
-    """Seconds before the time limit at which the run is told to stop. It then finishes or drops its step, writes
-    a checkpoint and is requeued."""
+    """Seconds before the time limit at which the run gets the request to stop. It then finishes or drops its step,
+    writes a checkpoint and is requeued."""
     max_restarts: PositiveInt = 3
     """Most starts after failures that brought no new checkpoint; then the job ends. Reaching the time limit
     without a checkpoint, because of a short notice or a long start, counts as a failure. Pre-emption does

@@ -33,7 +33,7 @@ class OptimizerConfig(Schema):
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: Annotated[NonNegativeFloat, at_most(100, "it is a share of each weight, times lr")] = 0.0
-    """AdamW's weight decay, decoupled from the gradient, of matrices alone: biases and the weights of norms do not decay."""
+    """AdamW's weight decay, decoupled from the gradient, only of matrices: biases and the weights of norms do not decay."""
     clip_grad: PositiveFloat = 1.0
     """Largest norm of the whole gradient; a gradient with a larger norm is scaled down to this norm."""
     distributed: bool = True
@@ -65,7 +65,7 @@ class LoraConfig(Schema):
     """The adapters' product is multiplied by alpha / rank."""
     targets: tuple[LoraTarget, ...] = ("qkv", "proj", "fc1", "fc2")
     """The matrices of each layer that get adapters: qkv (queries, keys and values, which share A), proj (the output
-    projection of attention), fc1 (gate and up, which share A) and fc2 (down). Of a model with experts qkv and proj alone.
+    projection of attention), fc1 (gate and up, which share A) and fc2 (down). In a model with experts only qkv and proj.
     """
     forward: Literal["factored", "merged"] = "merged"
     """How the learner computes the product with a targeted matrix. merged: with the weight that the servers

@@ -202,7 +202,7 @@ class JudgeReward(OwnReward):
             ) from error
         if groups != 1:
             raise ValueError(
-                f"score_pattern {pattern!r} has {groups} groups; put the score alone into ( ), and write other groups as (?: )"
+                f"score_pattern {pattern!r} has {groups} groups; put only the score into ( ), and write other groups as (?: )"
             )
         return pattern
 

@@ -185,7 +185,7 @@ def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
     if rollout.is_truncated:
         yield Contradiction(
             ("rollout.top_k", "model.numerics"),
-            "rollout.top_k samples from a kept set, whose log-probs SGLang computes in an order of its own, so that "
+            "rollout.top_k samples from a kept set, whose log-probs SGLang computes in its own order, so that "
             "model.numerics=aligned could not hold",
             "remove rollout.top_p, top_k and min_p, or set model.numerics=default",
         )

@@ -65,5 +65,5 @@ def gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
     for rule in correction.reject:
         if rule.rule == "ratio" and "geometric" in rule.level and rule.upper < NARROW:
             text = f"correction.reject: a {rule.level} ratio up to {rule.upper:g} is made for the gap between engines"
-            fix = "raise its upper bound, or take a weight alone, for example correction=decoupled_token_is"
+            fix = "raise its upper bound, or use only a weight, for example correction=decoupled_token_is"
             yield from (f"{text}; with {cause}; {fix}" for cause in causes)

@@ -42,7 +42,7 @@ def open_tokenizer(folder: Path) -> "Tokenizer | None":
         return None
     from rollout.tokenization import load_tokenizer
 
-    return load_tokenizer(folder)  # older files, which transformers alone can read: takes seconds
+    return load_tokenizer(folder)  # older files, which only transformers can read: takes seconds
 
 
 def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:

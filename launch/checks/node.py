@@ -134,7 +134,7 @@ def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
             yield warn("gpus", text, f"if it should, {look}")
         return
     if not gpus:
-        yield ok("gpus", "none here and none asked for: everything runs on CPU")
+        yield ok("gpus", "none here and none needed: everything runs on CPU")
         return
     yield ok("gpus", f"{len(gpus)} x {gpus[0]['name']}, {gpus[0]['memory']} MiB, driver {gpus[0]['driver']}")
     for index, gpu in enumerate(gpus):

@@ -85,7 +85,7 @@ def _check_moved_model(
     """The policy's weights come from the checkpoint. Weights that are read from the model's folder, such as those of ``ref``,
     must be the ones that the run began with."""
     weights = _weights_of(new)
-    if old == new or weights is None:  # what is missing there is told with the other files
+    if old == new or weights is None:  # another check reports missing files of the model
         return
     before = _weights_of(old)
     if before is None:

@@ -1,6 +1,6 @@
 """The ``tandem`` command: parses arguments, runs a command of ``launch/commands/``, and ends with one exit code.
 
-The arguments of each group of commands are in a file of their own, in the order in which help shows them.
+The arguments of each group of commands are in a separate file, in the order in which help shows them.
 
 Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on
 request, can be continued; 130 interrupted.

@@ -101,7 +101,7 @@ def selftest(
     folder: Annotated[
         Path,
         typer.Option(
-            help="A folder for models, logs and report, which get one of their own in it.", metavar="DIR"
+            help="A folder in which a new folder for models, logs and report is made.", metavar="DIR"
         ),
     ] = Path("runs"),
     only: Annotated[
@@ -112,7 +112,7 @@ def selftest(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of models, data and samples.")] = 0,
 ) -> None:
-    """Check this machine with the real engines, on a tiny model of its own: log-probs, transfer, memory, training. Run
+    """Check this machine with the real engines, on a new tiny model: log-probs, transfer, memory, training. Run
     it first on new hardware, and attach its selftest.txt to a bug report."""
     from launch.commands.selftest import selftest as check_everything
 

@@ -1,4 +1,4 @@
-"""The roles of a run, each of which is a command of its own: the launcher starts them, and hosts without it."""
+"""The roles of a run. Each is a separate command, which the launcher starts, or a host without the launcher."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ ROLES = {
     "selftest-rank": "Under torchrun: the work of one check of the selftest.",
     "export-rank": "A Megatron process that writes a checkpoint as a Hugging Face folder.",
 }
-"""The help of the roles beside serve. Help lists those of a training run alone."""
+"""The help of the roles other than serve. Help lists only those of a training run."""
 
 
 def _add_role(name: str, help_text: str) -> None:

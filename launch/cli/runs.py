@@ -49,7 +49,7 @@ def logs(
     run: RunPath,
     role: Annotated[
         str | None,
-        typer.Option(help="Show the logs of this role alone: learn, sample, serve, sglang-0, slurm, ..."),
+        typer.Option(help="Show only the logs of this role: learn, sample, serve, sglang-0, slurm, ..."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Show new lines too, until the run ends or Ctrl-C.")
@@ -70,8 +70,8 @@ def samples(
     run: RunPath,
     step: Annotated[int | None, typer.Option(help="The step to show; the last one if left out.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Show the last step, as without --step.")] = False,
-    group: Annotated[int | None, typer.Option(help="Show this group alone.")] = None,
-    sibling: Annotated[int | None, typer.Option(help="Show this sibling of each group alone.")] = None,
+    group: Annotated[int | None, typer.Option(help="Show only this group.")] = None,
+    sibling: Annotated[int | None, typer.Option(help="Show only this sibling of each group.")] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Colour tokens by |Δp|, and list those with the largest.")
     ] = False,
@@ -164,7 +164,7 @@ def export(
     run: RunPath,
     out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write the adapters alone (learner.lora), for peft.")
+        bool, typer.Option("--adapter", help="Write only the adapters (learner.lora), for peft.")
     ] = False,
     best: Annotated[
         bool, typer.Option("--best", help="Write the weights of the best evaluation (checkpoint.keep_best).")

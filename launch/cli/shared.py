@@ -44,7 +44,7 @@ class Commands(TyperGroup):
             hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(names)}"
             ctx.fail(f"No such command {args[0]!r}; {hint}")
         name, command, rest = super().resolve_command(ctx, args)
-        assert command is not None  # it is None for completion alone
+        assert command is not None  # it is None only for completion
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
             dashed = [argument for argument in rest if argument.startswith("-")]
@@ -65,7 +65,9 @@ def _refuse_dashes(arguments: Iterable[str], *, is_sft: bool) -> None:
         plain = argument.lstrip("-")
         key, equals, value = plain.partition("=")
         if key == "config":
-            raise BadInput("--config: no such option; the file is named alone: CONFIG.yaml KEY=VALUE ...")
+            raise BadInput(
+                "--config: no such option; write the file without an option: CONFIG.yaml KEY=VALUE ..."
+            )
         ours = key.replace("-", "_")
         if ours.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
             written = f"{ours}={value if equals else 'VALUE'}"

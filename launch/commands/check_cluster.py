@@ -59,7 +59,7 @@ def _findings(
 
 
 def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: float) -> Meeting:
-    """The meeting of the options, or else of the Slurm step, or else of this node alone."""
+    """The meeting of the options, or else of the Slurm step, or else of only this node."""
     if (num_nodes is None) != (node is None):
         raise BadInput(
             "--nodes and --node belong together: `tandem check-cluster --nodes 2 --node 0` on one node, `--node 1` on the other"

@@ -119,7 +119,7 @@ def _process_rows(config: RunConfig | SftConfig, runs: Sequence[str], device: De
         where = device.host if config.launch.nodes is None else _node("learner", 0, config.launch.nodes)
         yield "sample", where, "1 process", "CPU", FREE_PORT
         if config.rollout.router is not None:
-            yield "sample: sglang-router", where, "1 process", "CPU", f"{FREE_PORT}, of this host alone"
+            yield "sample: sglang-router", where, "1 process", "CPU", f"{FREE_PORT}, on this host only"
     if "learn" in runs or "sft-rank" in runs:
         yield from _learner_rows(config, device)
 

@@ -1,4 +1,4 @@
-"""``tandem init``: writes a small experiment with data and a reward of its own, as a start for the user's."""
+"""``tandem init``: writes a small experiment with its own data and reward, as a start for the user's."""
 
 import contextlib
 import re

@@ -125,9 +125,7 @@ def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | No
     could = cluster.divisions(is_shared=True) and not config.rollout.max_staleness
     if config.launch.placement != "auto" or config.launch.nodes is not None or not could:
         return None
-    return (
-        "learner and servers have GPUs of their own; launch.placement=colocated plans turns on the same ones"
-    )
+    return "learner and servers have separate GPUs; launch.placement=colocated plans turns on the same GPUs"
 
 
 def _hardware(options: PlanOptions) -> HardwareConfig | None:

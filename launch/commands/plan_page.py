@@ -77,7 +77,7 @@ def write_page(path: Path, config_path: Path, found: Found) -> None:
         ),
         shown(
             "Responses under way",
-            "At the server with the longest response. Where the line falls, a server reads its weights for ever fewer responses.",
+            "At the server with the longest response. Where the line falls, a server reads its weights for fewer and fewer responses.",
             [draw_running(best.time)],
         ),
         shown(

@@ -89,7 +89,7 @@ def _check_element(element: Sequence[str], config: RunConfig, first: RunConfig) 
     if other := script.other_request(config, first):
         problems.append(f"it would ask for {other}; {script.ONE_REQUEST}")
     if element and config.resume is not None:
-        problems.append("resume: an array starts new runs; resume each run by itself")
+        problems.append("resume: an array starts new runs; resume each run separately")
     if config.resume is not None and (why_not := why_not_free(RunFolder(config.resume))) is not None:
         problems.append(f"resume: {why_not}")
     if problems:

@@ -3,7 +3,7 @@
     a run on this machine    SIGUSR1 to the process that holds the run's lock; however often it comes, it is one request
                              (launch/processes/stopping.py). With --now SIGUSR2, which acts like Ctrl-C and also works in
                              the background (launch/processes/supervisor.py)
-    a Slurm job              SIGTERM to its batch script alone: the run stops with a checkpoint, and is not requeued
+    a Slurm job              SIGTERM only to its batch script: the run stops with a checkpoint, and is not requeued
     another host             the message names it, and nothing is done
 
 A signal is sent only to a process that is seen to have the lock's file open. It is sent through a handle of that process

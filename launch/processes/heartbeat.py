@@ -7,7 +7,7 @@ killed.
     its guard, a process ── roles/NAME.stopped ──────> that the role itself was stopped
     (rollout/servers/session_guard.py)
 
-A process is killed for its state, never for time alone: the kernel must report it as stopped at every look of
+A process is killed for its state, never only for time: the kernel must report it as stopped at every look of
 ``heartbeat_timeout_s``. Processes that wait for it then notice its death at once. A slow running process is only
 reported, since a long transfer and a hanging one look alike. On several nodes, pulses and guards run on each; their
 files come through the shared folder, up to a minute late.
@@ -281,7 +281,7 @@ class Watch(_Looking):
         return f"{beat.who} has been {beat.text()}{before}"
 
     def _silent(self, beat: Beat, written: float) -> str | None:
-        """A report on a role whose beats stopped coming, by this host's clock alone. Each is reported once."""
+        """A report on a role whose beats stopped coming, only by this host's clock. Each is reported once."""
         now = time.monotonic()
         seen, since = self._changed.get(beat.who, (None, now))
         self._changed[beat.who] = (written, since if seen == written else now)

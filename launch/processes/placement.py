@@ -1,4 +1,4 @@
-"""Places the processes of a run on nodes and devices, by arithmetic on the config alone, which gives the same
+"""Places the processes of a run on nodes and devices, by arithmetic on only the config, which gives the same
 result on every node.
 
 Nodes are counted within a side: the learner's from 0, and the servers' from 0. Learner ranks fill their nodes

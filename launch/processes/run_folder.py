@@ -9,11 +9,11 @@ roles/ROLE.json    a role's address, once it is ready                checkpoints
 roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
-hf-step-8/         that of step 8, after which the run went on       adapter-step-8/               and its adapters
+hf-step-8/         that of step 8, if the run continued after it     adapter-step-8/               and its adapters
 config-step-8.yaml the config up to step 8, after which a resume changed it
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 a resumed run continues it
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
-key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
+key.yaml           the key of the run, which only its owner can read: servers and sampler refuse requests without it
 tensorboard/       event files, where asked for                     wandb/, wandb_run.json        of W&B
 ledger.jsonl       the fate of every group of responses, one line per step
 samples/           samples of a few groups of each step, for `tandem samples` and the report

@@ -249,7 +249,7 @@ def _restart_sampler(supervisor: Supervisor, folder: RunFolder, restarts: int) -
     if supervisor.exit_code("sample") in (None, 0):
         return False
     first_line = str(supervisor.failure("sample")).splitlines()[0].rstrip(".")
-    print(f"{first_line}; restarted ({restarts - 1} restarts left)", flush=True)
+    print(f"{first_line}; restarted (restarts left: {restarts - 1})", flush=True)
     folder.forget("sample")  # so that the learner waits for the next announcement
     supervisor.start_again("sample")
     return True

@@ -4,7 +4,7 @@
     SWEEP/NAME.yaml, .log    the config of a run, complete, as it was checked; what its `tandem train` prints
     SWEEP/lock               held while the sweep runs
 
-The state of a run is read from its folder alone: a finished run is not run again, one with a checkpoint continues, any other
+The state of a run is read only from its folder: a finished run is not run again, one with a checkpoint continues, any other
 starts from the beginning. Each run is a ``tandem train`` in its own session. A signal to the sweep, or its death, is a
 request to stop for all of them (launch/processes/stopping.py).
 """

@@ -96,11 +96,11 @@ def watch(
         if restarts <= 0:
             fleet.poll()
         elif fleet.note_ended():
-            announce(folder, name, fleet)  # first, since cleaning up after a server may take long
+            announce(folder, name, fleet)  # first, because cleaning up after a server may take long
             deaths = fleet.restart_ended(most=restarts)
             restarts -= len(deaths)
             for death in deaths:
-                print(f"restarted ({restarts} restarts left): {death}", flush=True)
+                print(f"restarted (restarts left: {restarts}): {death}", flush=True)
         if back := fleet.look_at_restarted():
             announce(folder, name, fleet)
             text = "are ready again, and wait for the next weight update"

@@ -55,7 +55,7 @@ def why_not(folder: Path, described: Mapping[str, Any] | None) -> str | None:
     if saved is None or described is None:
         if saved is described:
             return None
-        what = "every weight and no adapters" if saved is None else f"adapters of {saved['base_model']} alone"
+        what = "every weight and no adapters" if saved is None else f"only adapters of {saved['base_model']}"
         wants = "learner.lora" if saved is None else "no learner.lora"
         return f"it holds {what}, and this run has {wants}"
     if saved["base_fingerprint"] != described["base_fingerprint"]:

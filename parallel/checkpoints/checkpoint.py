@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 EXTRA = "extra.json"
 NO_SPACE = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-"""In the text of an error alone: on its way through Megatron and between ranks its number is lost."""
+"""Found only in the text of an error: on its way through Megatron and between ranks its number is lost."""
 OF_CONFIG = ("max_lr", "min_lr", "betas", "eps", "foreach", "fused")
 """Settings of an optimizer's groups that a checkpoint holds too, and that the running config or device decides."""
 CONTENT = {
@@ -64,7 +64,7 @@ CONTENT = {
     "chained_optim_avoid_prefix": True,
     # Other formats cannot be read by another layout, or fail to load with torch's AdamW.
     "distrib_optim_sharding_type": "fully_reshardable",
-    # Otherwise every data-parallel rank, not the first alone, holds the whole float32 state of its part.
+    # Otherwise every data-parallel rank, not only the first, holds the whole float32 state of its part.
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 """Megatron's description of a checkpoint's content."""
@@ -381,7 +381,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
-    """This rank's result of ``action``, which runs on every rank, or on rank 0 alone, where others have none. Raises CheckpointError on
+    """This rank's result of ``action``, which runs on every rank, or only on rank 0 (others have none). Raises CheckpointError on
     all ranks if it failed on any, DiskFull if one of them found no space."""
     result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:

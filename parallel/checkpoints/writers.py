@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 WRITTEN_BY_RANK_0 = ((FileSystemWriterAsync, "finish"), (serialization, "save_config"))
-"""What Megatron lets rank 0 write, beside ``common.pt``, while the other ranks go on to its next collective."""
+"""What Megatron lets rank 0 write, beside ``common.pt``, while the other ranks continue to its next collective."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The learner's modules under ``numerics=aligned``: forward passes of ``numerics.aligned``, which the servers run too.
 
-A gradient is that of the plain operation at the same inputs. The two forward passes differ in roundings alone.
+A gradient is that of the plain operation at the same inputs. The two forward passes differ only in roundings.
 Megatron's own code keeps embedding, residual sums and the packing, which compute no sum over a row. The embedding's sum
 over ranks has one term that is not zero.
 """

@@ -8,7 +8,7 @@ A sequence of L tokens is cut at i L // (2 C) into 2 C chunks, of any length. Ra
 ("zigzag"). Nothing is padded within a sequence. A rank with fewer tokens than another is filled with copies of
 the batch's first token, whose results are unused and whose gradient is exactly zero.
 
-Every layer but attention sees this rank's tokens alone, with the rotary positions that they have in their
+Every layer but attention sees only this rank's tokens, with the rotary positions that they have in their
 sequences. Attention gathers keys and values of all tokens in one message and computes its own chunks' queries
 against keys [0, end of the chunk), as in Llama 3 (arXiv 2407.21783, 3.3.2). In backward their gradients are
 summed and scattered.
@@ -59,7 +59,7 @@ class SplitPlan(PackedPlan):
     the gathered tokens, which lie rank after rank."""
 
     group: dist.ProcessGroup | None
-    """The context-parallel ranks; None in tests of the arithmetic alone."""
+    """The context-parallel ranks; None only in tests of the arithmetic."""
     first: int
     """Place of this rank's first token among the gathered tokens."""
     split_buckets: tuple[SplitBucket, ...]

@@ -206,7 +206,7 @@ def is_adapter(name: str) -> bool:
 
 
 def freeze_base(model: nn.Module) -> None:
-    """Leave gradients to the adapters alone. What enters the first layer keeps one: without it nothing that is computed
+    """Leave gradients only to the adapters. What enters the first layer keeps one: without it nothing that is computed
     again in backward would have any."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))

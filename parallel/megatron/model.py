@@ -104,7 +104,7 @@ class PackedGPTModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """All that a checkpoint holds of the model: of one with adapters the adapters alone."""
+        """All that a checkpoint holds of the model: with adapters, only the adapters."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state if self.lora is None else adapters_only(state)
 
@@ -303,7 +303,7 @@ class ValueGPTModel(PackedGPTModel):
 
     The head starts at zero, so that every value is exactly 0 until the first update, and the first advantages
     follow from the returns alone. A random head would add noise of any size to them. The head's gradient is not
-    zero, since the hidden states are not; the backbone's gradient is zero in the first step alone.
+    zero, since the hidden states are not; the backbone's gradient is zero only in the first step.
     """
 
     def __init__(self, backbone: Backbone):

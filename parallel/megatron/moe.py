@@ -38,7 +38,7 @@ from parallel.planning.model_parts import Experts
 
 def config_fields(experts: Experts | None, *, is_grouped: bool) -> dict[str, Any]:
     """The fields of ``TransformerConfig`` for the experts; none for a dense model. is_grouped: a rank's experts run as one
-    matrix product, which Transformer Engine's layers alone can do."""
+    matrix product, which only Transformer Engine's layers can do."""
     if experts is None:
         return {}
     return {
@@ -127,7 +127,7 @@ class Router(TopKRouter):
     from the softmax on numbers are float32. With ``float32_logits`` (DeepSeek, GLM) the logits are too. The bias is a
     buffer: it has no gradient, and nothing here moves it to balance the experts, since servers would then choose others.
     Megatron's own router takes the softmax of the chosen logits, which is the same only with
-    ``norm_topk``, and makes its bias on a GPU alone.
+    ``norm_topk``, and makes its bias only on a GPU.
     """
 
     routing: Routing | None = None
@@ -186,7 +186,7 @@ class Router(TopKRouter):
 class BiasedRowLinear(RowParallelLinear):
     """Of an expert, which is whole on its rank: Megatron adds the bias, times the router's weight, to this output in place, and
     may not do so to its own layer's. The bias is marked as the weight is: Megatron would sum its gradient over tensor-parallel
-    ranks, which have other experts, and count it in the norm on the first alone."""
+    ranks, which have other experts, and count it in the norm only on the first."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

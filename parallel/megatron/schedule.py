@@ -113,10 +113,10 @@ class Schedule:
         attach_loss: _AttachLoss,
         forward_only: Sequence[bool],
     ) -> list:
-        """The losses' outputs, of skipped micro-batches by a forward pass alone."""
+        """The losses' outputs; those of skipped micro-batches come from a forward pass without backward."""
         if self._groups.pp_size > 1 or all(forward_only):
             raise ValueError(
-                "micro-batches are skipped in a pipeline of one stage alone, and never all of them"
+                "micro-batches are skipped only in a pipeline of one stage, and never all of them"
             )
         outputs: list = [None] * len(microbatches)
         # Megatron sums gradients over ranks at the end of the pass with backward, so that one comes last.
@@ -137,7 +137,7 @@ class Schedule:
         *,
         backward: bool = True,
     ) -> list:
-        """Forward and backward of all micro-batches with ``attach_loss``, else forward alone. backward: False leaves
+        """Forward and backward of all micro-batches with ``attach_loss``, else only forward. backward: False leaves
         it out with ``attach_loss`` too.
 
         Returns the losses' outputs, or ``forward``'s, on the last pipeline stage; nothing on the others.

@@ -1,7 +1,7 @@
 """Is Transformer Engine there, and does it import? Import this module before ``megatron.core``, which asks itself.
 
 Found by reading, on no GPU: its package without the compiled part raises RuntimeError, one that was built for another
-torch or CUDA OSError. Megatron takes ImportError alone for its absence; any other would end the learner.
+torch or CUDA OSError. Megatron takes only an ImportError for its absence; any other error would end the learner.
 """
 
 import importlib

@@ -106,8 +106,8 @@ def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
         )
     if read_field(hf_config, "rope_theta", kind) != 500_000:
         raise ValueError(
-            f"config.json of this {kind} model has rope_theta={hf_config['rope_theta']!r}, which transformers uses in layers without a "
-            "window alone; it must be 500000"
+            f"config.json of this {kind} model has rope_theta={hf_config['rope_theta']!r}, which transformers uses only in layers without "
+            "a window; it must be 500000"
         )
 
 
@@ -183,18 +183,19 @@ def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
 
 
 def check_served_rope(hf_config: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError for numbers of scaled frequencies that transformers or SGLang 0.5.23 alone reads, or reads otherwise."""
+    """Raises ValueError for numbers of scaled frequencies that only one of transformers and SGLang 0.5.23 reads, or that they
+    read differently."""
     rope, is_latent = rope_of(hf_config), SUPPORTED[kind].is_latent
     if rope_type_of(hf_config) not in ("yarn", "llama3"):
         return
     original, scales = "original_max_position_embeddings", (rope.get("mscale"), rope.get("mscale_all_dim"))
     is_other = {
-        # Beside the rope parameters: transformers takes it in place of theirs, SGLang does so in Llama's code alone.
+        # Beside the rope parameters: transformers uses it instead of theirs. SGLang does so only in Llama's code.
         original: hf_config.get(original) not in (None, rope.get(original)),
         "attention_factor": not is_latent and not _is_served_factor(rope),
         "mscale": not is_latent and None not in scales and 0 in scales,
         "truncate": is_latent and not rope.get("truncate", True),
-        # In SGLang alone.
+        # Only in SGLang.
         "attn_factor": rope.get("attn_factor", 1) != 1,
         "extrapolation_factor": rope.get("extrapolation_factor", 1) != 1,
         "apply_yarn_scaling": is_latent and not rope.get("apply_yarn_scaling", True),
@@ -229,12 +230,12 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none. Of parameters by kind of layer those
     without a window.
 
-    Raises ValueError if there are both: transformers then reads ``rope_scaling`` alone, and with it another
+    Raises ValueError if there are both: transformers then reads only ``rope_scaling``, and with it another
     rope_theta."""
     new, old = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
     if new and old and new != old:
         raise ValueError(
-            f"config.json has rope_parameters and rope_scaling={old!r}, of which transformers reads the latter alone; write all numbers "
+            f"config.json has rope_parameters and rope_scaling={old!r}, of which transformers reads only the latter; write all numbers "
             "into rope_parameters, and remove rope_scaling"
         )
     for rope in (new, old):

@@ -146,7 +146,7 @@ def read_recurrent(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> 
         )
     if len(set(is_recurrent)) == 1:
         raise ValueError(
-            f"config.json has full_attention_interval={every} and {num_layers} layers, which gives layers of one kind alone; restore it"
+            f"config.json has full_attention_interval={every} and {num_layers} layers, which gives layers of only one kind; restore it"
         )
     key_heads, value_heads = (
         read_size(hf_config, f"linear_num_{part}_heads", kind) for part in ("key", "value")

@@ -34,7 +34,7 @@ class Family:
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()
     """Matrices that a folder holds as one: queries, keys and values; gate and up."""
     has_window: bool = False
-    """Whether ``sliding_window`` alone cuts the tokens that a token sees. SGLang 0.5.23 computes none there."""
+    """Whether the field ``sliding_window`` by itself limits the tokens that a token sees. SGLang 0.5.23 computes no window there."""
     default_window: int | None = None
     """transformers' ``sliding_window`` of such a family if config.json has none."""
     serves_windows: bool = False
@@ -92,7 +92,7 @@ _DELTA_NETS = (
 )
 _QWEN3_NEXT = Family(
     title="Qwen3-Next-80B-A3B",
-    layers=f"{_DELTA_NETS}; experts by softmax in every layer, and a shared expert with a gate of its own; MTP layers are left out",
+    layers=f"{_DELTA_NETS}; experts by softmax in every layer, and a shared expert with its own gate; MTP layers are left out",
     qk_norm=True,
     needs_head_dim=True,
     rotated_share=0.25,
@@ -159,7 +159,7 @@ SUPPORTED: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         title="Gemma 3 270M and 1B, and larger ones saved as a text model",
-        layers="attention with norms of q and k, most layers with a sliding window and a rotation of their own; MLP gated by a GELU; norms "
+        layers="attention with norms of q and k, most layers with a sliding window and their own rotation; MLP gated by a GELU; norms "
         "before and behind attention and MLP, which multiply by 1 + weight; embeddings multiplied by a number",
         qk_norm=True,
         needs_head_dim=True,
@@ -229,13 +229,15 @@ _OWN_TOKENIZER = (
     "its tokenizer is a program in the model's folder, which is not run; save the model with a tokenizer of transformers and model_type "
     "deepseek_v3"
 )
-_MLA = "its latent attention (MLA) differs from DeepSeek-V3's, which alone the learner computes"
+_MLA = "its latent attention (MLA) differs from DeepSeek-V3's, and the learner computes no other"
 _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
-_HYBRID = "layers of it are recurrent (state space or linear attention), and the learner computes those of Qwen3-Next and Qwen3.5 alone"
+_HYBRID = "some layers are recurrent (state space or linear attention), and the learner computes only those of Qwen3-Next and Qwen3.5"
 _WITH_VISION = "it takes pictures too, and an export would lose what reads them; train its text model, saved with model_type"
-_STREAMS = "its layers have several streams and tables of embeddings of their own, which the learner does not compute"
+_STREAMS = (
+    "its layers have several streams and their own tables of embeddings, which the learner does not compute"
+)
 _WINDOWS = "some of its layers see a sliding window of tokens, of which the server's code for this family was not tried"
-_SEES = "it takes pictures, sound or video, which this trainer's prompts do not have; use its text model, if that is a family of its own"
+_SEES = "it takes pictures, sound or video, which this trainer's prompts do not have; use its text model, if that is a separate family"
 _PARALLEL = (
     "its attention and MLP read the same input, one beside the other, which the learner does not compute"
 )
@@ -258,8 +260,11 @@ REFUSED: dict[str, str] = {
     "gemma2": "it caps scores and logits by a tanh, which the learner does not compute",
     "gemma3": f"{_WITH_VISION} gemma3_text",
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _STREAMS),
-    "exaone4": "layers of it rotate nothing, or see a sliding window, by rules of its own, which the learner does not compute",
-    **dict.fromkeys(("llama4", "llama4_text"), "layers of it see chunks of tokens and rotate nothing, which the learner does not compute"),
+    "exaone4": "some layers rotate nothing, or see a sliding window, by its own rules, which the learner does not compute",
+    **dict.fromkeys(
+        ("llama4", "llama4_text"),
+        "some layers see chunks of tokens and rotate nothing, which the learner does not compute",
+    ),
     **dict.fromkeys(("ministral", "mimo_v2_flash"), _WINDOWS),
     **dict.fromkeys(
         (
@@ -268,7 +273,7 @@ REFUSED: dict[str, str] = {
         ),
         _SEES,
     ),
-    "qwen2_moe": "its shared expert has a gate of its own, which the learner was tried with in Qwen3-Next and Qwen3.5 alone",
+    "qwen2_moe": "its shared expert has its own gate, which was tested in the learner only for Qwen3-Next and Qwen3.5",
     "phimoe": "its norms have a bias and its router samples by SparseMixer, which the learner does not compute",
     "minimax_m2": "it normalises queries and keys over all heads at once, which the learner does not compute",
     **dict.fromkeys(("cohere", "cohere2", "phi", "gptj", "gpt_neox", "falcon"), _PARALLEL),

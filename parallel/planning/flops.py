@@ -4,7 +4,7 @@ A product of an m x k by a k x n matrix is 2 m k n. The numbers are those that `
 (``parallel/simulation/``); a test compares the two, FLOP for FLOP. Norms, activations and the softmax over the
 vocabulary are not counted on either side.
 
-Legend: as in ``memory.py``; R response tokens, which alone get logits; k experts of a token.
+Legend: as in ``memory.py``; R response tokens, the only ones that get logits; k experts of a token.
 """
 
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ def check_numerics(pieces: int, architecture: Architecture) -> None:
 def check_aligned_servers(tensor_parallel: int, architecture: Architecture) -> None:
     """Refuse aligned numerics if SGLang on CPU pads key/value heads to a multiple of its ranks, or the
     intermediate size to one of 32 per rank. Its ranks then hold other parts of a sum than the learner's
-    pieces, and zeros, which alone may change a float32 product's order. Raises ValueError."""
+    pieces, and zeros. These zeros may change the order of a float32 product. Raises ValueError."""
     sizes = {
         "num_key_value_heads": (architecture.num_kv_heads, tensor_parallel),
         "intermediate_size": (architecture.intermediate_size, 32 * tensor_parallel),
@@ -83,7 +83,7 @@ def layout_problems(
     misfits = _find_misfits(architecture, layout, num_processes)
     fixes = {field: _nearest_values(architecture, layout, field, num_processes) for field in misfits}
     problems = [
-        f"{reason}; {f'use {fixes[field]}' if fixes[field] else f'no {field} alone mends it'}"
+        f"{reason}; {f'use {fixes[field]}' if fixes[field] else f'no value of {field} alone fixes it'}"
         for field, reason in misfits.items()
     ]
     if len(misfits) > 1 or "dp" in misfits or not all(fixes.values()):
@@ -116,7 +116,7 @@ def _find_misfits(a: Architecture, layout: LayoutConfig, num_processes: int | No
         )
     if a.recurrent is not None and layout.cp > 1:
         misfits["cp"] = (
-            f"layout.cp={layout.cp} splits sequences, which the state of recurrent layers goes through in turn (this is a {a.model_type})"
+            f"layout.cp={layout.cp} splits sequences, but recurrent layers need their tokens in order (this is a {a.model_type})"
         )
     return misfits | _world_misfit(layout, num_processes)
 
@@ -309,7 +309,7 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
     if architecture.experts and architecture.tied:
         raise ValueError(
             f"config.json has tie_word_embeddings=true, which SGLang ignores in a {architecture.model_type} model: it would serve a random "
-            "output layer; save the model with an output layer of its own (a copy of the embedding) and tie_word_embeddings=false"
+            "output layer; save the model with its own output layer (a copy of the embedding) and tie_word_embeddings=false"
         )
     misfit = _rollout_misfit(architecture, tensor_parallel)
     if misfit is not None:

@@ -134,7 +134,7 @@ def _trained_bytes(
 def trained_parameters(
     architecture: Architecture, layout: LayoutConfig, stage: int, lora: LoraConfig | None, *, output: bool
 ) -> tuple[int, int]:
-    """``stage_parameters`` that have a gradient: with adapters theirs alone."""
+    """``stage_parameters`` that have a gradient: with adapters only theirs."""
     if lora is not None:
         return adapter_parameters(architecture, layout, lora), 0
     return stage_parameters(architecture, layout, stage, output=output)

@@ -49,9 +49,9 @@ def sampling_time(
     ``max_concurrency``, and as many as its cache holds: of each the mean response and, where a prompt's keys and values
     are kept for its siblings, a share of the prompt. Prompts are computed once then.
 
-    With max_staleness k the responses of 1 + k steps are sampled together and their time is divided by as many, since
-    the servers go on with later steps' where the step's last ones run; but each update interrupts the responses that
-    run, and their tokens are computed again.
+    With max_staleness k the responses of 1 + k steps are sampled together, and their time is divided by 1 + k: while the
+    last responses of a step run, the servers continue with those of later steps. But each update interrupts the responses
+    that run, and their tokens are computed again.
     """
     rollout, over = config.rollout, machine.hardware.overheads
     together = 1 + rollout.max_staleness
@@ -87,7 +87,7 @@ def keeps_prompts(config: RunConfig) -> bool:
 
 
 def server_flops(architecture: Architecture, tp: int) -> Flops:
-    """FLOPs of one token in a server's rank, to which it attends alone."""
+    """FLOPs of one token in a server's rank, if it attends only to itself."""
     layout = LayoutConfig(tp=tp, sp=architecture.experts is not None and tp > 1, dp=1)
     # Rows over t ranks: of t tokens each rank of a model with experts takes one.
     flops = forward_flops(architecture, layout, 0, Load(tokens=tp, pairs=tp, predicted=tp))
@@ -138,7 +138,7 @@ def decoder_of(
 def prefill_seconds(
     architecture: Architecture, config: RunConfig, machine: Machine, tp: int, tokens: int, count: int
 ) -> float:
-    """A server's passes over ``count`` sequences of ``tokens`` tokens each: FLOPs, with logits of the last tokens alone,
+    """A server's passes over ``count`` sequences of ``tokens`` tokens each: FLOPs, with logits of the last tokens only,
     collectives, and its layers' overhead once for each pass."""
     of_token = server_flops(architecture, tp)
     matmul, attention = _server_rates(config, machine)

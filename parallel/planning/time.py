@@ -160,8 +160,8 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
         )
     if rollout.max_staleness:
         said.append(
-            f"max_staleness={rollout.max_staleness}: sampling and training overlap, the longer one counts; servers go on with later "
-            "steps' responses where a step's last ones run"
+            f"max_staleness={rollout.max_staleness}: sampling and training overlap, the longer one counts; while a step's last responses "
+            "run, servers continue with those of later steps"
             + ("" if rollout.drain_s else ", and compute interrupted ones again at each update")
         )
     if rollout.dynamic_sampling.type == "resample":

@@ -60,7 +60,7 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         "final_logit_softcapping": hf_config.get("final_logit_softcapping") is not None,
         "use_bidirectional_attention": bool(hf_config.get("use_bidirectional_attention")),
         "is_causal": not hf_config.get("is_causal", True),
-        # Of SGLang's code alone: chunks of sparse attention, and pairs of neighbours that are rotated.
+        # Only SGLang's code has these: chunks of sparse attention, and rotated pairs of neighbours.
         "dual_chunk_attention_config": bool(hf_config.get("dual_chunk_attention_config")),
         "rope_is_neox_style": not hf_config.get("rope_is_neox_style", True),
         "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,

@@ -111,7 +111,7 @@ def copies_of(layout: LayoutConfig) -> tuple[int, int]:
 def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) -> int:
     """Greatest number of a stage's forward passes (per chunk) whose backward has not begun.
 
-    1F1B: pp - stage, since a stage goes on forward until its first micro-batch has come back. Interleaved:
+    1F1B: pp - stage, because a stage runs forward passes until its first micro-batch has come back. Interleaved:
     Megatron's warm-up of 2 (pp - stage - 1) + (vpp - 1) pp passes, and the running one. There are at most
     ``num_microbatches`` vpp passes. Source: ``get_pp_rank_microbatches`` of Megatron-Core 0.16.1.
     """

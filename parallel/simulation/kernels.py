@@ -26,7 +26,7 @@ LOWER_RIGHT = object()
 
 @contextmanager
 def fused(device: SimulatedDevice) -> Iterator[None]:
-    """Inside, the operations of simulated tensors that are one kernel on a GPU make their results alone."""
+    """Inside, operations of simulated tensors that are one kernel on a GPU make only their results, no intermediate tensors."""
 
     def attention(query, key, value, attn_mask=None, *args, is_causal=False, **kwargs):
         if is_causal or attn_mask is LOWER_RIGHT:

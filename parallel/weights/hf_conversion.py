@@ -64,7 +64,7 @@ def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
     """(name with the global numbers of layer and expert, parameter) of this rank, without a critic's head and without
     adapters. A router's bias, which is no parameter, comes last.
 
-    A tensor with a number ``expert_of(name)`` is on one rank of the expert-parallel group alone, and whole
+    A tensor with a number ``expert_of(name)`` is on only one rank of the expert-parallel group, and whole
     there, whatever its ``tensor_model_parallel``. Rank r of n has the experts r E/n to (r + 1) E/n - 1 of E.
     """
     kept = ((name, buffer) for name, buffer in model.named_buffers() if is_kept_float32(name))
@@ -184,7 +184,7 @@ def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]
                 *(part.unflatten(0, (groups, -1)) for part in parts[1:]),
             ]
     else:
-        assert a.recurrent is not None  # whose layers alone have these tensors
+        assert a.recurrent is not None  # only recurrent layers have these tensors
         groups = a.recurrent.key_heads
         if len(parts) != 2:  # of which queries, keys and values are not in groups
             parts = [*parts[0].split([groups * rows for rows in a.recurrent.group_rows[:3]]), *parts[1:]]

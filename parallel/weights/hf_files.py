@@ -98,8 +98,8 @@ def hidden_folder(final: Path) -> Path:
 
 
 def share_as_new(hidden: Path) -> None:
-    """Give a folder of ``hidden_folder``, which its owner alone can read, the mode of any new folder in its place, and its
-    files that of new files: safetensors writes for the owner alone too. A new folder tells it: the umask belongs to all
+    """Give a folder of ``hidden_folder``, which only its owner can read, the mode of any new folder in its place, and its
+    files that of new files: safetensors, too, writes only for the owner. A new folder shows the mode: the umask belongs to all
     threads and cannot be read without a change, and a group's folder hands on more than it."""
     fresh = hidden / ".mode"
     fresh.mkdir()

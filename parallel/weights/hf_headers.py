@@ -1,4 +1,4 @@
-"""Check of a Hugging Face folder's weights against its config.json, by the files' headers alone: in
+"""Check of a Hugging Face folder's weights against its config.json, only by the files' headers: in
 milliseconds, without torch.
 
 Names and shapes are those that ``hf_conversion`` reads: a folder that passes fills all parameters of the learner.

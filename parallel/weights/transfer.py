@@ -376,7 +376,7 @@ class WeightBroadcaster:
             work.wait()
 
     def give_up(self, sign: str) -> None:
-        """A receiver is gone or has refused: ``close`` alone is left to do. Receivers look for the key ``sign`` in the
+        """A receiver is gone or has refused: only ``close`` is left to do. Receivers look for the key ``sign`` in the
         group's store while they wait.
 
         What NCCL has under way is ended. Its kernels wait on the GPU for all receivers, and for them whatever waits for the

@@ -1,6 +1,6 @@
 """Requests to an SGLang server's /generate, and its answers as records.
 
-Answers have millions of tokens: what is done per token is done by map, without a line of Python for each.
+Answers have millions of tokens, so work per token is done by ``map`` and numpy, not by a Python loop.
 """
 
 import gc
@@ -39,11 +39,11 @@ class Sent(NamedTuple):
     digest: int
     num_tokens: int
     experts: Experts | None
-    """Those of the model, where each token's are asked for."""
+    """The model's experts, if the request asks for each token's."""
     truncation: Truncation | None
-    """Where each token's kept ids are asked for."""
+    """The sampler's limits, if the request asks for each token's kept ids."""
     known_experts: KnownExperts | None
-    """Of the first tokens, which are not asked for but where newer weights choose others."""
+    """The first tokens, whose experts come back only if newer weights chose them."""
 
     @classmethod
     def of(
@@ -71,7 +71,7 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
     except GenerationError as error:
         raise GenerationError(f"{url}: {error}") from error
     except (ValueError, LookupError, TypeError, OverflowError) as error:  # a proxy's page, or another SGLang
-        text = f"{url}: the answer has not the form of SGLang's ({type(error).__name__}: {error})"
+        text = f"{url}: the answer does not have the form of SGLang's ({type(error).__name__}: {error})"
         raise GenerationError(text) from error
 
 
@@ -89,7 +89,7 @@ def _refuse_aborted(replies: Sequence[Mapping]) -> None:
     for reply in replies:
         finish = reply["meta_info"]["finish_reason"]
         if finish["type"] == "abort":
-            from rollout.http_replicas import AttemptFailed  # with aiohttp, which a learner has no use for
+            from rollout.http_replicas import AttemptFailed  # imports aiohttp, which a learner does not need
 
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
 
@@ -100,25 +100,25 @@ _TOO_LONG = (
     "exceeds the model's maximum context length",
     "exceeds the KV memory budget",
 )
-"""Of its messages: in managers/utils.py, managers/tokenizer_manager.py and managers/scheduler.py of 0.5.23."""
+"""Parts of SGLang's messages, from managers/utils.py, managers/tokenizer_manager.py and managers/scheduler.py of 0.5.23."""
 
 _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
-"""Of SGLang's triples (log-prob, id, text)."""
+"""Parts of SGLang's triples (log-prob, id, text)."""
 
 
 def parse_completion(reply: Mapping, sent: Sent) -> Completion:
     """The record of one sample of a ``/generate`` reply with log-probs.
 
     Raises:
-        GenerationError: the server has read a prompt of another length. Ids, log-probs and versions do not fit
-            together, a log-prob is not finite, or a version is not a decimal number. Experts that were asked for are
-            missing or wrong (see ``decode_experts``), or kept ids (see ``decode_kept``).
+        GenerationError: the server read a prompt of another length. Ids, log-probs and versions do not fit
+            together, a log-prob is not finite, or a version is not a decimal number. Requested experts
+            (``decode_experts``) or kept ids (``decode_kept``) are missing or wrong.
     """
     meta = reply["meta_info"]
     triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
     if meta.get("prompt_tokens", sent.num_tokens) != sent.num_tokens:
         raise GenerationError(
-            f"the server has read a prompt of {meta['prompt_tokens']} tokens, but {sent.num_tokens} were sent"
+            f"the server read a prompt of {meta['prompt_tokens']} tokens, but {sent.num_tokens} were sent"
         )
     scored_ids = list(map(_TOKEN, triples))
     if scored_ids != token_ids:
@@ -149,7 +149,7 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:
-    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). JSON writes one that is not finite as null.
+    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). In JSON, a log-prob that is not finite is null.
 
     Raises:
         GenerationError: a log-prob is not finite; the message names the token's place.
@@ -168,7 +168,7 @@ def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:
 def _versions_per_token(meta: Mapping, num_tokens: int) -> np.ndarray:
     """A version per token, int32 [n], from spans ``{version, start, end}``, which cover the output in order.
 
-    A response has several spans where a pause for new weights fell into it.
+    A response has several spans if a pause for new weights interrupted it.
     """
     spans, end = meta["weight_versions"], 0
     for part in spans:
@@ -203,12 +203,12 @@ def server_message(content: bytes) -> str:
 
 
 def is_too_long(message: str) -> bool:
-    """Whether SGLang refuses a prompt with this message because it has no room for it and its answer."""
+    """Whether this message of SGLang refuses a prompt because there is no room for it and its answer."""
     return any(words in message for words in _TOO_LONG)
 
 
 def error_code(content: bytes) -> object:
-    """The code that the router gives an error; None where there is none."""
+    """The router's code for an error; None if there is none."""
     try:
         return orjson.loads(content)["error"]["code"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
@@ -217,8 +217,8 @@ def error_code(content: bytes) -> object:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection inside. JSON makes a list per token, and each 700 of them would start a collection,
-    which took four fifths of the time of reading an answer."""
+    """No garbage collection inside. JSON makes a list per token, and every 700 lists would start a collection: this
+    took four fifths of the time to read an answer."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_S = (0.1, 2.0)
 LOOK_S = 2.0
-"""Deadline of the question whether a lost server has the weights again."""
+"""Deadline of a request that asks whether a lost server has the weights again."""
 LOOK_EVERY_S = 0.5
-"""Interval of such questions, where no other server is left."""
+"""Interval of these requests if no other server is left."""
 UNREACHED_CODES = frozenset({"call_upstream_request_error", "no_available_workers"})
-"""Error codes of sglang-router for a server that it has not reached, or has lost."""
+"""Error codes of sglang-router for a server that it did not reach, or has lost."""
 
 
 class _ServerUnreached(AttemptFailed):
@@ -59,11 +59,11 @@ class _ServerUnreached(AttemptFailed):
 
 
 class _TimedOut(AttemptFailed):
-    """The server has not answered in time."""
+    """The server did not answer in time."""
 
 
 class _AllLost(Exception):
-    """No server is left; one may be started again."""
+    """No server is left; one may be restarted."""
 
 
 class SGLangClient:
@@ -71,22 +71,22 @@ class SGLangClient:
 
     The samples of a group are one request, which saves the server most of its work per request. The request
     goes to the replica with the fewest samples in flight. At most ``max_concurrency`` samples are in flight
-    over all replicas: further ones wait here in order of arrival, and a larger group becomes several
+    over all replicas. Further samples wait here in order of arrival, and a larger group becomes several
     requests, one after another. An attempt that fails in transport (connection refused or reset, 5xx, any
     sample aborted by the server) is repeated as a whole up to ``max_retries`` times, on a replica that has
-    not failed this request if there is one. So is an attempt without an answer after ``timeout_s``; its server
-    sees the connection end, and aborts the samples. Attempts that did not reach a host do not count for
-    ``peer_timeout_s``: the network may come back. A host whose kernel answers no probe for that time is given
-    up in the middle of a request.
+    not failed this request if there is one. An attempt without an answer after ``timeout_s`` is repeated too; its
+    server sees the connection end, and aborts the samples. Attempts that did not reach a host do not count for
+    ``peer_timeout_s``: the network may come back. If a host's kernel answers no probe for that time, its requests
+    fail in the middle.
 
     Args:
-        servers_restart: whether servers that end are started again, so that requests wait for one that has the
-            weights, once all are lost. The learner brings the weights and has a deadline for its groups; requests
-            have none, since it may train for longer. False: they fail.
-        whole_groups: whether a group is one request. False: each sample is a request of its own, so that a place
-            that falls free goes to the next sample at once, of whatever group. A router's ``urls`` need this.
-        experts: those of the served model, to ask for each token's. None: they are not asked for.
-        truncation: the sampler's limits; each token's kept ids are asked for. None: the full distribution.
+        servers_restart: whether servers that end are restarted. If all are lost, requests then wait for one that
+            has the weights. They wait without a deadline, because the learner, which brings the weights, may train
+            for longer than any; it has a deadline for its groups. False: requests fail.
+        whole_groups: whether a group is one request. False: each sample is its own request, so that a free place
+            goes at once to the next sample of any group. A router's ``urls`` need this.
+        experts: the served model's experts; answers then have each token's. None: answers have no experts.
+        truncation: the sampler's limits; answers then have each token's kept ids. None: the full distribution.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SGLangClient:
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
-        # What comes back has old weights: ``_look_at`` says when a replica is no longer lost.
+        # A replica that comes back has old weights. ``_look_at`` decides when it is no longer lost.
         self._replicas = [Replica(url.rstrip("/"), lost_for_s=math.inf) for url in urls]
         self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
         self._truncation = truncation
@@ -135,7 +135,7 @@ class SGLangClient:
         return replace(self._stats, idle_s=self._in_flight.idle_s)
 
     def with_own_places(self) -> "SGLangClient":
-        """See ``GenerationClient``. Both share the connections and the count of samples at each replica."""
+        """See ``GenerationClient``. Both clients share the connections and the count of samples at each replica."""
         other = copy(self)
         other._places, other._stats = _Places(self._max_concurrency), ClientStats()
         other._experts = other._truncation = None
@@ -147,13 +147,13 @@ class SGLangClient:
         await self._look_at_lost()
 
     async def _look_at_lost(self) -> bool:
-        """Whether the host of one of them could be reached."""
+        """Look at every lost replica. Returns whether a host of one could be reached."""
         looks = [self._look_at(replica) for replica in self._replicas if replica.is_lost]
         return any(await asyncio.gather(*looks))
 
     async def _look_at(self, replica: Replica) -> bool:
-        """Note in ``replica`` whether its server has the weights again. Returns whether its host could be reached: a
-        host that refuses the connection could."""
+        """Note in ``replica`` whether its server has the weights again. Returns whether its host could be reached, which
+        includes a host that refuses the connection."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=LOOK_S / 2)
         try:
             async with (
@@ -171,8 +171,8 @@ class SGLangClient:
         return True
 
     async def _some_server(self) -> None:
-        """Return once a server is left that has the weights. Raises GenerationError after ``peer_timeout_s`` in which no
-        host of a server could be reached."""
+        """Return once a server has the weights. Raises GenerationError if no server's host could be reached for
+        ``peer_timeout_s``."""
         if not self._newest.num_waiting:
             logger.warning(
                 "all servers are lost; requests wait until one has weights of the learner: %s", self._urls()
@@ -194,7 +194,7 @@ class SGLangClient:
             self._newest.num_waiting -= 1
 
     async def _look_for_all(self) -> bool:
-        """As ``_look_at_lost``: one of the requests that wait, which may be thousands, asks for all of them."""
+        """As ``_look_at_lost``. Thousands of requests may wait; one of them looks for all."""
         newest = self._newest
         async with self._looking:
             if self._are_all_lost() and time.monotonic() - newest.looked_at >= LOOK_EVERY_S:
@@ -229,7 +229,7 @@ class SGLangClient:
         session: Session | None = None,
         known_experts: KnownExperts | None = None,
     ) -> list[Completion]:
-        """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` heed the seeds."""
+        """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` use the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         if self._truncation is not None:
             sampling |= self._truncation.sampling_params
@@ -255,11 +255,11 @@ class SGLangClient:
         sent: "Sent",
         session: Session | None,
     ) -> list[Completion]:
-        """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
-        where it fails."""
+        """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, which is repeated
+        if it fails."""
         count = len(samplings)
-        # SGLang answers with a list where the ids come in a list, even for one sample. A router takes no
-        # list of parameters.
+        # If the ids come in a list, SGLang answers with a list, even for one sample. A router takes no list of
+        # parameters.
         sampling = samplings if self._whole_groups else samplings[0]
         request = {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
         if sent.truncation is not None:
@@ -315,11 +315,11 @@ class SGLangClient:
         )
 
     def _tell_of_late(self, failure: str) -> None:
-        """At once, since its next attempt may take as long; and once for each step."""
+        """Log a late request at once, because its next attempt may take as long. Only once per step."""
         if not self._newest.has_told_late:
             self._newest.has_told_late = True
             logger.warning(
-                "%s; they are asked for again, and so are further ones of this step: sampling/retries counts them",
+                "%s; they are requested again, like any further late ones of this step: sampling/retries counts them",
                 failure,
             )
 
@@ -329,7 +329,7 @@ class SGLangClient:
                 async with asyncio.timeout(self._timeout_s) as deadline:
                     completions = await self._answered(url, body, count, sent)
             except TimeoutError as error:
-                if not deadline.expired():  # but a connection's own
+                if not deadline.expired():  # it is a connection's own
                     raise
                 raise _TimedOut(
                     f"no answer within rollout.request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of "
@@ -354,27 +354,27 @@ class SGLangClient:
             completions = read_answer(content, count, url, sent)
         if not all(len(completion.token_ids) for completion in completions):
             raise PromptTooLongError(
-                f"{url} had no room for a token behind a prompt of {sent.num_tokens} tokens"
+                f"{url} had no room for a token after a prompt of {sent.num_tokens} tokens"
             )
         if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
-            raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
+            raise ReplicaLost(f"{url} was restarted, and does not have the learner's weights yet")
         return completions
 
 
 @dataclass(slots=True)
 class _Newest:
-    """Shared by the clients of the same servers."""
+    """State that the clients of the same servers share."""
 
     version: int = 0
-    """Of the weights, as far as the learner has told."""
+    """The newest weight version that the learner has reported."""
     num_waiting: int = 0
-    """Requests that wait for a server that has them."""
+    """Requests that wait for a server with this version."""
     has_told_late: bool = False
-    """Whether a late request was told since the learner told of the version."""
+    """Whether a late request was logged since the learner reported the version."""
     looked_at: float = -math.inf
-    """When one of these has looked for it last."""
+    """When a waiting request last looked for a server, by ``time.monotonic``."""
     is_reached: bool = True
-    """Whether it could reach a host."""
+    """Whether that look reached a host."""
 
 
 class _Places:
@@ -388,7 +388,7 @@ class _Places:
     async def take(self, count: int) -> AsyncIterator[None]:
         taken = 0
         try:
-            # One request at a time: two that each hold a part of their places would wait for one another.
+            # One request at a time: two requests with a part of their places each would wait for one another.
             async with self._turn:
                 while taken < count:
                     await self._free.acquire()
@@ -400,7 +400,8 @@ class _Places:
 
 
 class _InFlight:
-    """The samples at the servers, and the time without any since the first: before it the other roles start."""
+    """Counts the samples at the servers, and the time without any. The time before the first sample does not count:
+    the other roles start then."""
 
     def __init__(self) -> None:
         self._count, self._idle_s, self._idle_since = 0, 0.0, math.inf
@@ -426,14 +427,14 @@ class _InFlight:
 
 
 class _NetworkPatience:
-    """Time that a request gives a cut network: ``seconds`` from its first attempt on that did not reach a host."""
+    """How long a request waits for a cut network: ``seconds`` from its first attempt that did not reach a host."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until: float | None = None
 
     def covers(self, error: Exception) -> bool:
-        """Whether the return of the network would mend this failure, and time is left to wait for it."""
+        """Whether the failure would go away if the network came back, and time is left to wait for that."""
         is_unreached = isinstance(error, (aiohttp.ConnectionTimeoutError, _ServerUnreached))
         if isinstance(error, aiohttp.ClientConnectorError):
             is_unreached = is_unreachable(error.os_error)

@@ -1,6 +1,6 @@
 """Command line and environment of one SGLang server.
 
-CUDA_VISIBLE_DEVICES is inherited, and a share names some of its GPUs.
+CUDA_VISIBLE_DEVICES is inherited, and a share (``share.py``) names some of its GPUs.
 """
 
 import importlib.util
@@ -20,26 +20,25 @@ from rollout.servers.share import ServerShare
 INITIAL_WEIGHT_VERSION = 0
 """Version of the weights that servers load from disk."""
 NO_WEIGHT_VERSION = -1
-"""Version of a server that was started again, until the learner sends weights: the run may have left those on disk
-behind."""
+"""Version of a restarted server until the learner sends weights. It loads those on disk, which may be older than the run's."""
 REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
 """For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, reuse freed memory. By
 default each block is new pages, which cost half the time of receiving into them."""
 KEEP_IDLE_S = 120
-"""Servers keep idle connections much longer than clients reuse them (``REUSE_S``): a connection that a server
-closed during a cut of the network would lose the next request."""
+"""Servers keep idle connections much longer than clients reuse them (``REUSE_S``): if a server closed a connection
+while the network is cut, the next request would be lost."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 NUMERICS = Path(__file__).parents[2]
 """The folder of the package ``numerics``, which the plugin imports."""
 
 ATTENTION_OF_FLOAT32 = "triton"
-"""On GPUs: SGLang's defaults there, fa3 and flashinfer, take numbers of two bytes alone."""
+"""On GPUs: SGLang's defaults there, fa3 and flashinfer, compute only in 16-bit types."""
 OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
 """Flags with which a server may load the code of another model than its config.json names."""
 
 Flags = dict[str, str | int | float | bool | None]
-"""Of a server's command line. True: the flag alone; False: without it."""
+"""Flags of a server's command line. True: the flag without a value; False: no flag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class ServerSpec:
     host: str = LOOPBACK
     """Address of this node, at which the servers listen."""
     key: RunKey | None = None
-    """Key that requests have to prove; SGLang reads it from its file. None, for tests alone: no proof."""
+    """Key that requests must prove; SGLang reads it from its file. None, for tests only: no proof."""
 
 
 def server_command(
@@ -88,7 +87,7 @@ def server_command(
     if share.num_nodes > 1:
         flags |= {"nnodes": share.num_nodes, "node-rank": share.node_rank, "dist-init-addr": meeting_point}
     if config.quantization == "fp8":
-        # Without this loader SGLang quantises at start alone, and refuses the learner's weights.
+        # Without this loader SGLang quantises only at the start, and refuses the learner's weights.
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
@@ -107,10 +106,10 @@ def server_command(
 def _cuda_flags(spec: ServerSpec, share: ServerShare) -> Flags:
     flags: Flags = {"base-gpu-id": share.first_gpu}
     if spec.config.learner.routing == "rollout":
-        # The kernels that SGLang chooses on Blackwell route by themselves, past what captures experts: all ids are 0.
+        # SGLang's default kernels on Blackwell route inside the kernel, where experts are not captured: all ids are 0.
         flags["moe-runner-backend"] = "triton"
     if has_recurrent_layers(spec.config.model.path):
-        # Otherwise a shared expert is one more among the experts that are captured.
+        # Otherwise a shared expert counts as one of the experts that are captured.
         flags["disable-shared-experts-fusion"] = True
     if spec.config.launch.takes_turns:  # the server then lends its GPUs' memory on request
         flags["enable-memory-saver"] = True
@@ -123,13 +122,13 @@ def _cpu_flags(spec: ServerSpec) -> Flags:
     # Nothing is compiled on first use, and wait_healthy generates a token anyway.
     flags: Flags = {"device": "cpu", "skip-server-warmup": True}
     if has_recurrent_layers(spec.config.model.path):
-        # SGLang keeps states for a prefix cache on GPUs alone, and takes half of the memory for those of responses.
+        # SGLang keeps states for a prefix cache only on GPUs, and takes half of the memory for states of responses.
         flags |= {"disable-radix-cache": True, "max-mamba-cache-size": spec.config.rollout.max_concurrency}
     return flags
 
 
 def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
-    """The environment of one replica: this process's, offline, and with the CPU engine without CUDA.
+    """The environment of one replica: this process's, offline, and without CUDA for the CPU engine.
 
     Args:
         place: index of the share among the equally large ones on this node.
@@ -140,16 +139,16 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_IDLE_S),
-        # A router asks /health before it takes a server. By default that samples a token, which a paused
-        # server never gives.
+        # A router asks /health before it uses a server. By default this samples a token, which a paused
+        # server never does.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         # By default the last inputs of a convolution, part of a recurrent layer's state, are kept in bfloat16.
         "SGLANG_MAMBA_CONV_DTYPE": spec.config.rollout.dtype,
     }
-    # By default it is in TMPDIR, which is the server's own and ends with it.
+    # By default this cache is in TMPDIR, which belongs to one server and is removed with it.
     kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
-    # By default a server imports the code of all models that SGLang knows, for more than a second.
+    # By default a server imports the code of all models that SGLang knows, which takes more than a second.
     if not any(OTHER_MODEL.match(flag.replace("_", "-")) for flag in spec.config.rollout.server_args):
         others = files_of_other_models(spec.config.model.path)
         environment.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
@@ -163,7 +162,7 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     if not spec.cuda:
         return environment | _cpu_environment(spec, share, place)
     if spec.config.rollout.dtype == "float32":
-        # By default Triton rounds the factors of products to TF32, of 10 bits: attention was off by 1.6e-3 nats.
+        # By default Triton rounds factors of products to TF32 (10 bits of mantissa): attention was 1.6e-3 nats off.
         environment.setdefault("TRITON_F32_DEFAULT", "ieee")
     return environment
 
@@ -173,7 +172,7 @@ def _cpu_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[s
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
     compiles = any("torch-compile" in flag.replace("_", "-") for flag in spec.config.rollout.server_args)
     if not compiles and "TORCHDYNAMO_DISABLE" not in os.environ:
-        # By default decorators import torch's compiler, for more than a second, and nothing is compiled.
+        # By default decorators import torch's compiler, which takes more than a second, and nothing is compiled.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
@@ -194,14 +193,14 @@ def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) ->
 
 
 def sglang_sources() -> Path:
-    """The folder ``sglang/srt``; one without its files where SGLang is not installed."""
+    """The folder ``sglang/srt``; the current folder, without SGLang's files, if SGLang is not installed."""
     spec = importlib.util.find_spec("sglang")
     return Path(spec.origin).parent / "srt" if spec and spec.origin else Path()
 
 
 def files_of_other_models(model: Path) -> list[str]:
-    """SGLang's files of models, by their names, without the one that defines the architecture of ``model``. Files that
-    this one imports are imported all the same. Empty where the architecture is not found."""
+    """Names of SGLang's model files, without the file that defines the architecture of ``model``. Files that this one
+    imports are imported nevertheless. Empty if the architecture is not found."""
     try:
         architectures = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, LookupError, TypeError, ValueError):
@@ -217,7 +216,7 @@ def files_of_other_models(model: Path) -> list[str]:
 
 
 def has_recurrent_layers(model: Path) -> bool:
-    """Whether the folder's model has gated delta nets, whose state a server keeps for each request."""
+    """Whether the folder's model has gated delta nets, whose recurrent state a server keeps for each request."""
     try:
         return "linear_num_value_heads" in json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """Synchronous control of the SGLang servers by the learner: pause, receive weights, verify, resume.
 
 Rank 0 of the learner calls everything but ``join_group``, ``receive_transfer``, ``receive_bucket`` and
-``leave_group``. For these every sender of the learner has its own ``SGLangControl``: a rank that waits for a
-bucket to be taken must see at once that a server has refused it.
+``leave_group``. For these every sender of the learner has its own ``SGLangControl``: while a rank waits until the
+servers take a bucket, it must see at once that a server has refused it.
 
 One update, in order; indented calls run in the servers and in the caller at the same time:
 
@@ -15,7 +15,7 @@ One update, in order; indented calls run in the servers and in the caller at the
     resume()
     probe(...)                                after resume: a paused server does not generate
 
-Servers without Tandem's plugin get ``receive_bucket`` once per bucket in place of ``receive_transfer``, and check
+Servers without Tandem's plugin get ``receive_bucket`` once per bucket instead of ``receive_transfer``, and check
 no bytes.
 
 Servers may outlive the learner that opened an update. The next learner calls ``take_over`` first: the
@@ -23,10 +23,10 @@ interrupted update stays open, and paused servers stay paused, until a whole upd
 
 Paused servers also lend their device's memory (``release_memory``) until they are resumed.
 
-Every server handles its requests one by one in the order of the calls (``ControlLine``), whether the caller
-waits for an answer or not.
+Every server handles its requests one by one in the order of the calls (``ControlLine``), even if the caller
+does not wait for the answers.
 
-The caller's end of the transfer and the content of the weights are not its concern.
+The caller's end of the transfer and the content of the weights are not this file's concern.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ from rollout.sglang_plugin.tandem_routed_experts import WITH_EXPERTS
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement
 
 NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
-"""SGLang 0.5.23's message where no update is open."""
+"""SGLang 0.5.23's message if no update is open."""
 NO_GROUP = "tandem-no-group"
 """Name of a group that does not exist."""
 RECEIVE_PATH = "/update_weights_from_distributed"
@@ -71,7 +71,7 @@ class Continuation:
 
 
 class Pending:
-    """Requests under way on every replica, while the caller does its own part of the same collective."""
+    """Requests under way on every replica while the caller does its own part of the same collective."""
 
     def __init__(self, action: str, futures: Sequence[Future], timeout_s: float) -> None:
         self._action, self._futures, self._timeout_s = action, list(futures), timeout_s
@@ -90,7 +90,7 @@ class Pending:
         """The replies in order of the requests and of the replicas.
 
         Raises:
-            ControlError: the first failure, with the server's message, or that of a missed deadline.
+            ControlError: the first failure, with the server's message, or a missed deadline.
         """
         done, missing = wait_futures(self._futures, timeout=self._timeout_s, return_when="FIRST_EXCEPTION")
         for future in self._futures:
@@ -129,7 +129,7 @@ class SGLangControl:
         """Per replica: whether another learner opened an update and never closed it."""
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
-        # The margin lets the message of the socket's own deadline, which comes first, through.
+        # With the margin the socket's own deadline comes first, and its message is the one that is raised.
         self._patience_s = timeout_s + 5.0
         self._lines = [
             ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key) for url in self.urls
@@ -171,12 +171,12 @@ class SGLangControl:
         return len(self.urls) * self._tensor_parallel
 
     def join_group(self, *, master_address: str, master_port: int, group_name: str, backend: str) -> Pending:
-        """Have all server ranks join a process group; those of replica i are 1 + i * tp and on. The caller
+        """Have all server ranks join a process group. Replica i has the ranks from 1 + i * tp on. The caller
         joins as rank 0 while this is pending.
 
         Args:
             backend: ``gloo`` or ``nccl``.
-            group_name: a group of this name that an earlier learner left behind is destroyed first, since
+            group_name: if an earlier learner left a group of this name behind, it is destroyed first, because
                 SGLang would refuse the name.
         """
         self.group_name = group_name
@@ -207,10 +207,10 @@ class SGLangControl:
     def pause(self) -> None:
         """Stop sampling and hold new requests.
 
-        SGLang's mode ``retract`` puts running requests back into the queue: they keep their tokens (and the
-        tokens' versions), and their cache is computed anew with the new weights after ``resume``. Mode
-        ``abort`` would throw running responses away; ``in_place`` would go on with keys and values of the old
-        weights and refuses to flush them.
+        SGLang's mode ``retract`` puts running requests back into the queue. They keep their tokens (and the
+        tokens' versions). After ``resume`` their cache is computed again with the new weights. Mode ``abort``
+        would throw running responses away. ``in_place`` would continue with keys and values of the old weights,
+        and refuses to flush them.
         """
         self._post_all("pause", "/pause_generation", {"mode": "retract"})
 
@@ -219,12 +219,12 @@ class SGLangControl:
         the middle of an update.
 
         Such a server holds parts of two versions. It must not be resumed before the next update, which
-        continues the open one: if that were closed first, the server would for a moment report a version
-        that its weights are not.
+        continues the open one. If the open update were closed first, the server would briefly report a version
+        that its weights do not have.
         """
         self.pause()
-        # SGLang does not tell whether an update is open. This request to receive always fails and changes
-        # nothing; the reason of the refusal tells it.
+        # SGLang does not report whether an update is open. This request to receive always fails and changes
+        # nothing; the reason of the refusal shows it.
         body = _announced([], [], [], NO_GROUP, "flattened_bucket")
         refusals = [line.ask("POST", RECEIVE_PATH, body).exception(self._patience_s) for line in self._lines]
         for refusal in refusals:
@@ -235,7 +235,7 @@ class SGLangControl:
         return any(self._is_open)
 
     def open_update(self) -> Pending:
-        """Start to pause and to begin an update. An update that ``take_over`` has found open is continued."""
+        """Start to pause the servers and to begin an update. An update that ``take_over`` found open is continued."""
         pausing = self._send_all("POST", "/pause_generation", {"mode": "retract"})
         closed = [line for line, is_open in zip(self._lines, self._is_open, strict=True) if not is_open]
         beginning = [line.ask("POST", "/begin_weight_update", {}) for line in closed]
@@ -247,7 +247,7 @@ class SGLangControl:
         Raises:
             ControlError: a server has another version, or none, or captures no routed experts that are needed.
         """
-        self.pause()  # else the question would wait for the running requests
+        self.pause()  # otherwise the question would wait for the running requests
         futures = [
             line.ask("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, QUESTION)) for line in self._lines
         ]
@@ -256,8 +256,8 @@ class SGLangControl:
             answer = str(error) if error is not None else future.result().get("message")
             if answer == PROTOCOL and self._needs_experts:
                 raise ControlError(
-                    f"{url} does not return routed experts, which learner.routing=rollout replays; start the servers with this config, or "
-                    "set learner.routing=own"
+                    f"{url} does not return routed experts, and learner.routing=rollout replays them; start the servers with this config, "
+                    "or set learner.routing=own"
                 )
             if answer not in (PROTOCOL, PROTOCOL + WITH_EXPERTS):
                 raise ControlError(
@@ -275,13 +275,13 @@ class SGLangControl:
         version: int | None,
     ) -> Pending:
         """Have every server receive a pipeline stage's weights: uint8 bytes for each of the announcement's counts,
-        then their hashes as int64. They come by broadcasts from rank 0 of the joined group, or out of the caller's memory where
-        the announcement names a meeting. The servers compare the hashes with what they received, and fail the
-        request where one differs.
+        then their hashes as int64. They come by broadcasts from rank 0 of the joined group or, if the announcement
+        names a meeting, out of the caller's memory. The servers compare the hashes with what they received, and fail
+        the request if one differs.
 
-        The caller sends while this is pending and polls ``raise_if_failed``, since a server that refused never
-        takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors; those of a bucket have one
-        of the ``dtypes``.
+        The caller sends while this is pending, and polls ``raise_if_failed``, because a server that refused never
+        takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors. All tensors of a
+        bucket have the same one of the ``dtypes``.
 
         Raises:
             ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
@@ -305,7 +305,7 @@ class SGLangControl:
             dtype: ``float32``, ``bfloat16`` or ``float16``.
             shapes: of the whole (unsharded) tensors.
             version: the new version, for the last request of an update, which also flushes the cache. None for
-                all others, so that an update that breaks off is never reported under its new version.
+                all others, so that a server never reports the new version after an incomplete update.
 
         Raises:
             ValueError: no group was joined, or names and shapes do not fit together.
@@ -316,7 +316,7 @@ class SGLangControl:
 
     def _receive(self, action: str, body: dict, version: int | None) -> Pending:
         if body["group_name"] is None:
-            raise ValueError("the servers have joined no group to receive weights in; call join_group first")
+            raise ValueError("the servers have joined no group for the weights; call join_group first")
         names, dtypes, shapes = (body[field] for field in ("names", "dtypes", "shapes"))
         if not names or not len(names) == len(dtypes) == len(shapes):
             raise ValueError(
@@ -404,13 +404,13 @@ class SGLangControl:
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
         """Per replica, the likeliest continuation of each prompt. Prompts run one at a time and from an empty
-        cache, so that the numbers depend on the weights alone, and not on the batch.
+        cache, so that the numbers depend only on the weights, and not on the batch.
 
         Raises:
-            ControlError: also for an unreadable answer, such as log-probs that are not finite, which would
-            equal one another.
+            ControlError: also for an unreadable answer, such as log-probs that are not finite: these would compare
+                as equal.
         """
-        # The timeout lets requests end that are just ending, such as that of the health check.
+        # Within the timeout, requests that are about to end can end, such as the health check's.
         self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         continuations = []
@@ -477,8 +477,8 @@ def _parse_checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
 
 @contextmanager
 def _parsing_answers(action: str) -> Iterator[None]:
-    """Inside, an error of reading an answer becomes a ControlError, the server's failure, of which every rank
-    hears."""
+    """Inside, an error of reading an answer becomes a ControlError: it is then the server's failure, which every rank
+    hears of."""
     try:
         yield
     except (GenerationError, LookupError, TypeError, ValueError, AttributeError) as error:

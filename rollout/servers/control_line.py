@@ -21,12 +21,12 @@ from rollout.servers.answers import server_message
 
 
 class ControlError(RolloutError):
-    """A server refused or failed a control request; the message holds the server's own."""
+    """A server refused or failed a control request; the message contains the server's."""
 
 
 class ControlLine:
-    """Used by one thread; another one reads the answers. A request fails when it takes longer than
-    ``timeout_s`` on the wire. All requests fail when the server's host has not answered even its kernel's
+    """For one caller's thread; another thread reads the answers. A request fails if it takes longer than
+    ``timeout_s`` on the wire. All requests fail if the server's host has not even answered the kernel's
     probes for ``peer_timeout_s``."""
 
     def __init__(
@@ -67,7 +67,7 @@ class ControlLine:
     def close(self) -> None:
         """Close the connection. Unanswered requests fail."""
         self._drop_connection()
-        self._reader.shutdown(wait=False)  # its remaining reads fail, since the connection is gone
+        self._reader.shutdown(wait=False)  # its remaining reads fail: the connection is gone
 
     def _open_connection(self) -> tuple[socket.socket, BufferedReader]:
         """The connection and the stream of its answers; the last connection is reused if it can be."""
@@ -85,7 +85,7 @@ class ControlLine:
 
     def _drop_connection(self) -> None:
         if self._socket is not None:
-            with suppress(OSError):  # the server was faster
+            with suppress(OSError):  # the server closed it first
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends a read that is under way
             self._socket.close()
             self._socket = None

@@ -1,7 +1,7 @@
 """The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
 
 Each replica, or this node's share of a replica on several nodes, is a watched process (``watched_process``).
-Requests (``client``), weights (``control``) and the choice of nodes and GPUs are not its concern.
+Requests (``client``), weights (``control``) and the choice of nodes and GPUs are not this file's concern.
 """
 
 import json
@@ -35,7 +35,7 @@ from rollout.servers.watched_process import (
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
 RESTARTED_HEALTH_TIMEOUT_S = 5.0
-"""The others are to be watched meanwhile."""
+"""Short, because the other servers must be watched meanwhile."""
 
 
 class ServerDied(RuntimeError):
@@ -54,19 +54,19 @@ class _Replica:
 
     share: ServerShare
     place: int
-    """Among the shares of this node."""
+    """Its index among the shares of this node."""
     process: WatchedProcess
     ports: Ports
     log_file: Path
     meeting: RankMeeting
     life: int = 1
-    """1, and one more for each restart."""
+    """1, plus one for each restart."""
     pid: int | None = None
-    """Of the server (not of its watchdog), once seen."""
+    """The server's (not its watchdog's), once seen."""
     starting_since: float | None = None
-    """When it was started again, or has ended, where it is not healthy since."""
+    """When it ended or was restarted. None: it has become healthy since, or has not ended."""
     silent_since: float | None = None
-    """When it was first asked in vain."""
+    """When it first did not answer."""
 
     @property
     def number(self) -> int:
@@ -79,7 +79,7 @@ class _Replica:
 
 
 class ServerFleet:
-    """The replicas of one node, for one thread: ``start``, ``wait_healthy``, ``poll`` now and then, and always
+    """The replicas of one node, for one thread: ``start``, ``wait_healthy``, then ``poll`` now and then, and in any case
     ``stop``."""
 
     def __init__(
@@ -92,7 +92,7 @@ class ServerFleet:
         """
         Args:
             shares: the shares of this node. None: every replica, from the first GPU on.
-            meeting_points: by replica on several nodes, HOST:PORT on its first node, where its ranks meet.
+            meeting_points: for each replica on several nodes, HOST:PORT on its first node, where its ranks meet.
 
         Raises:
             ValueError: ``server_args`` holds a flag of another field, or the config needs kernels that CPU
@@ -157,7 +157,7 @@ class ServerFleet:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Return when every replica that answers from here has generated a token, or when ``should_stop``
+        """Return when every replica that answers from this node has generated a token, or when ``should_stop``
         returns True.
 
         Raises:
@@ -203,23 +203,23 @@ class ServerFleet:
         return ServerDied(replica.number, pid, code, replica.log_file, self._spec.key)
 
     def lives(self) -> dict[str, int]:
-        """The address of each replica that answers and is not being started again, with the number of its life."""
+        """The address of each replica that answers and is not being restarted, with the number of its life."""
         ready = [r for r in self._replicas if r.answers and r.starting_since is None]
         return {self._replica_url(replica): replica.life for replica in ready}
 
     def note_ended(self) -> bool:
-        """Whether a replica has ended; ``lives`` is without it from now on, and ``restart_ended`` starts it again."""
+        """Whether a replica has ended. ``lives`` leaves it out from now on, and ``restart_ended`` restarts it."""
         ended = [replica for replica in self._replicas if replica.process.poll() is not None]
         for replica in ended:
             replica.starting_since = time.monotonic()
         return bool(ended)
 
     def restart_ended(self, most: int) -> list[ServerDied]:
-        """Start every replica that has ended again, at its port and on its GPUs; returns how they ended. The log of
-        the life before is kept beside the new one.
+        """Restart every replica that has ended, at its port and on its GPUs. Returns how they ended. The log of the
+        previous life is kept beside the new one.
 
         Raises:
-            ServerDied: more than ``most`` have ended, or one on several nodes, whose other shares are not this node's.
+            ServerDied: more than ``most`` have ended, or one of them has shares on other nodes.
         """
         deaths = []
         ended = [i for i, replica in enumerate(self._replicas) if replica.process.poll() is not None]
@@ -229,7 +229,7 @@ class ServerFleet:
             if len(ended) > most or replica.share.num_nodes > 1:
                 raise death
             deaths.append(death)
-            end_watched([replica.process])  # what it may have left of its group
+            end_watched([replica.process])  # what may be left of its group
             replica.meeting.close()
             replica.log_file.replace(replica.log_file.with_suffix(f".life{replica.life}.log"))
             started = self._start_share(replica.place, replica.share, replica.ports, NO_WEIGHT_VERSION)
@@ -238,9 +238,9 @@ class ServerFleet:
         return deaths
 
     def kill_hung(self) -> list[int]:
-        """Ask every healthy replica for its version, which any answers at once, paused or busy, and kill those that
-        have not answered for ``rollout.hang_timeout_s``. SGLang's own watchdog ends a replica whose engine hangs.
-        Returns the numbers of those killed."""
+        """Ask every healthy replica for its version, and kill those that have not answered for
+        ``rollout.hang_timeout_s``: also a paused or busy replica answers this at once. SGLang's own watchdog ends a
+        replica whose engine hangs. Returns the numbers of the killed replicas."""
         killed = []
         for replica in self._replicas:
             if not self._is_silent(replica):
@@ -258,7 +258,7 @@ class ServerFleet:
         return _version_of(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S) is None
 
     def look_at_restarted(self) -> list[int]:
-        """The numbers of replicas that were being started again and have become healthy.
+        """The numbers of the restarted replicas that have become healthy.
 
         Raises:
             TimeoutError: one takes longer than ``rollout.server_start_timeout_s``.
@@ -272,7 +272,7 @@ class ServerFleet:
                 healthy.append(replica.number)
             elif time.monotonic() - replica.starting_since > limit_s:
                 raise TimeoutError(
-                    f"SGLang replica {replica.number} was started again, and was not ready after {limit_s:g} s. Last lines of "
+                    f"SGLang replica {replica.number} was restarted, and was not ready after {limit_s:g} s. Last lines of "
                     f"{replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"
                 )
         return healthy
@@ -307,8 +307,8 @@ def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
 
 
 def _version_of(spec: ServerSpec, port: int, timeout_s: float) -> str | None:
-    """The version of the server's weights. None where it does not answer, or where something else answers: another
-    process may take the port while ours still loads. Ours then ends, since it cannot listen."""
+    """The version of the server's weights. None: nothing answers, or another process does. That process may have taken
+    the port while our server still loads; our server then ends, because it cannot listen."""
     answer = own_answer(spec.host, port, "/model_info", key=spec.key, timeout_s=timeout_s)
     try:
         info = {} if answer is None else json.loads(answer)

@@ -1,9 +1,9 @@
-"""The ids that a server's truncated sampler has kept for each token of a sample: asked for, decoded and checked.
+"""The ids that a server's truncated sampler kept for each token of a sample: requested, decoded and checked.
 
 SGLang's own log-probs (``output_token_logprobs``) are of the full softmax, whatever top_p, top_k and min_p are. Its
-sampling mask has, for every sampled token, the ids that it was drawn from, and the log-prob of the drawn one among
-them: log(p_token / sum of p over the kept ids), from the very numbers that were sampled from. Both come for any request
-with a finite top_k.
+sampling mask has, for every sampled token, the ids that it was drawn from. With it comes the token's log-prob among
+them: log(p_token / sum of p over the kept ids), computed from the same probabilities that the sampler used. SGLang
+returns both for any request with a finite top_k.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from rollout.records import COUNTS, LOGPROBS, TOKEN_IDS
 class Truncation:
     """The sampler's limits, as SGLang applies them to softmax(logits / temperature): the ``top_k`` largest
     probabilities; of these the fewest that reach ``top_p`` of the whole; of these the ones of at least ``min_p`` times
-    the largest. SGLang may keep more than top_k ids where probabilities are equal at the limit."""
+    the largest. SGLang may keep more than top_k ids if probabilities at the limit are equal."""
 
     top_p: float
     top_k: int
@@ -38,18 +38,18 @@ REQUEST = {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Of a sample of n tokens."""
+    """The kept sets of a sample of n tokens."""
 
     num_kept: np.ndarray
     """int32 [n]"""
     kept_ids: np.ndarray
     """int32: token after token."""
     logprobs: np.ndarray
-    """float32 [n]: of the sampled tokens among the kept ones."""
+    """float32 [n]: log-probs of the sampled tokens among the kept ones."""
 
 
 def bytes_per_token(top_k: int) -> int:
-    """Of one response token as the learner gets it, at most: an id each, and their number."""
+    """Most bytes of one response token's kept set, as the learner gets it: ``top_k`` ids, and their number."""
     return np.dtype(TOKEN_IDS).itemsize * top_k + np.dtype(COUNTS).itemsize
 
 
@@ -57,7 +57,7 @@ def decode_kept(meta: Mapping, token_ids: np.ndarray, vocab_size: int) -> Kept:
     """The kept sets of an answer's ``meta_info``.
 
     Raises:
-        GenerationError: the answer has none, or not one per token; an id is none of the vocabulary; a set lacks the
+        GenerationError: the answer has none, or not one per token; an id is outside the vocabulary; a set lacks the
             token that was sampled from it; a log-prob is not finite, or above 0.
     """
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
@@ -70,24 +70,26 @@ def decode_kept(meta: Mapping, token_ids: np.ndarray, vocab_size: int) -> Kept:
         raise GenerationError(
             f"the server's sampling masks are of {len(masks)} tokens with {len(values)} log-probs, but it sampled {len(token_ids)}"
         )
-    # Without a line of Python per token: answers have millions of them.
+    # No Python loop over tokens: answers have millions of them.
     num_kept = np.fromiter(map(len, masks), dtype=COUNTS, count=len(masks))
     kept_ids = np.fromiter(chain.from_iterable(masks), dtype=TOKEN_IDS, count=int(num_kept.sum()))
     logprobs = np.array(values, dtype=LOGPROBS)  # null becomes NaN
     if kept_ids.size and (int(kept_ids.max()) >= vocab_size or int(kept_ids.min()) < 0):
         wrong = kept_ids[(kept_ids >= vocab_size) | (kept_ids < 0)][0]
-        raise GenerationError(f"the server kept token id {wrong}, but the model's are 0 to {vocab_size - 1}")
+        raise GenerationError(
+            f"the server kept token id {wrong}, but the model has ids 0 to {vocab_size - 1}"
+        )
     is_sampled = kept_ids == token_ids.repeat(num_kept)
     found = np.bincount(np.arange(len(masks)).repeat(num_kept), weights=is_sampled, minlength=len(masks))
     if (found != 1).any():
         place = int((found != 1).argmax())
         raise GenerationError(
-            f"token {place + 1} of {len(masks)} (id {token_ids[place]}) is {int(found[place])} times among the {num_kept[place]} ids "
-            "that the server says it was sampled from"
+            f"token {place + 1} of {len(masks)} (id {token_ids[place]}) occurs {int(found[place])} times among the {num_kept[place]} ids "
+            "from which, by the server's answer, it was sampled"
         )
     if not (logprobs <= 0).all() or not np.isfinite(logprobs).all():
         place = int((~((logprobs <= 0) & np.isfinite(logprobs))).argmax())
         raise GenerationError(
-            f"the server's log-prob of token {place + 1} of {len(masks)} among its kept ones is {logprobs[place]}, not at most 0"
+            f"the server's log-prob of token {place + 1} of {len(masks)} among its kept ids is {logprobs[place]}; it must be at most 0"
         )
     return Kept(num_kept=num_kept, kept_ids=kept_ids, logprobs=logprobs)

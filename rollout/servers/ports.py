@@ -13,15 +13,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Ports of one replica on one node. Its TP ranks meet at ``nccl``; its other channels are unix sockets."""
+    """Ports of one replica on one node. Its TP ranks meet at ``nccl``. Its other channels are unix sockets."""
 
     http: int
     nccl: int
 
 
 def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:
-    """Ports of ``host`` for each replica i of this node: first_port + 2 i (HTTP) and the next one (ranks meet
-    there), or free ones where ``first_port`` is None.
+    """Ports of ``host`` for each replica i of this node: first_port + 2 i (HTTP) and the next one (where ranks
+    meet). If ``first_port`` is None, free ports.
 
     Raises:
         ValueError: one of the given ports is taken or out of range, or too few are free.
@@ -32,20 +32,20 @@ def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LO
     last = max(ports.nccl for ports in chosen)
     if last > 65535:
         raise ValueError(
-            f"rollout.first_port={first_port} with {max(replicas) + 1} replicas needs ports up to {last}; choose a lower one"
+            f"rollout.first_port={first_port} with {max(replicas) + 1} replicas needs ports up to {last}; choose a lower first_port"
         )
     for port in (port for ports in chosen for port in (ports.http, ports.nccl)):
         if not _is_free(host, port):
             raise ValueError(
                 f"port {port} on {host} is taken by another process (rollout.first_port={first_port} needs {chosen[0].http} to {last}); "
-                "choose another rollout.first_port, leave it out to take free ports, or end that process"
+                "choose another rollout.first_port, leave it out to use free ports, or end that process"
             )
     return chosen
 
 
 def _free_ports(replicas: int, host: str) -> list[Ports]:
-    """Free ports below the kernel's range for outgoing connections: those could take a port while its server
-    still loads."""
+    """Free ports below the kernel's range for outgoing connections: such a connection could take a server's port
+    while the server still loads."""
     try:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

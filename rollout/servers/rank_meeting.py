@@ -1,5 +1,5 @@
-"""The meeting point of one replica's tensor-parallel ranks: a file in memory on one node, an address of the
-first node on several.
+"""The meeting point of one replica's tensor-parallel ranks. On one node it is a file in memory, on several nodes an
+address of the first.
 
 By default SGLang's ranks meet in a store that listens on every interface without a password.
 """
@@ -13,7 +13,7 @@ OVERRIDE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 class RankMeeting:
-    """Open from before the servers' start until their end. The servers get ``environment``.
+    """It is open from before the servers' start until their end. The servers get ``environment``.
 
     Args:
         address: HOST:PORT on the first node of a replica on several nodes; None for a replica on this node.
@@ -26,7 +26,7 @@ class RankMeeting:
         self._file, self._store = None, None
         if address is None:
             self._file = os.memfd_create("sglang-ranks")
-            # Other users cannot open it, and it ends with this process, which the servers never outlive.
+            # Other users cannot open it. It ends with this process, which the servers never outlive.
             self.environment = {OVERRIDE: f"file:///proc/{os.getpid()}/fd/{self._file}"}
             return
         host, _, port = address.rpartition(":")

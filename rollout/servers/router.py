@@ -2,7 +2,7 @@
 
     sample role --/generate--> sglang-router (here, on the loopback interface) --/generate--> servers
 
-The learner controls the servers directly: the router does not forward pauses and weights. Tried with
+The learner controls the servers directly, because the router forwards neither pauses nor weights. Tested with
 sglang-router 0.3.2.
 """
 
@@ -33,7 +33,7 @@ from rollout.servers.watched_process import WatchedProcess, end_watched, how_it_
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
-"""The servers run already; the router imports for some seconds and asks each server."""
+"""The servers run already. The router's imports take some seconds, and it asks each server."""
 PACKAGE = "sglang_router"
 PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
@@ -48,7 +48,7 @@ async def generation_client(
     experts: Experts | None = None,
     truncation: Truncation | None = None,
 ) -> AsyncIterator[GenerationClient]:
-    """The sample role's client of the servers at ``urls``, or of a router before them. Raises as ``Router``.
+    """The sample role's client of the servers at ``urls``, or of a router before them. Raises what ``Router`` raises.
 
     experts, truncation: see ``SGLangClient``.
     """
@@ -74,7 +74,7 @@ async def generation_client(
 
 
 class _RoutedClient(SGLangClient):
-    """Reports a router that has ended as the cause of a failure."""
+    """If a request fails because the router has ended, the error says so."""
 
     def __init__(self, router: "Router", **options: Any) -> None:
         super().__init__([router.url], **options)
@@ -96,11 +96,11 @@ class RouterEnded(RuntimeError):
 
 
 class Router:
-    """A router process: ``start``, ``wait_ready``, and always ``stop``; or a context, which does all three.
+    """A router process: ``start``, ``wait_ready``, and in any case ``stop``; or a context manager, which does all three.
 
     Args:
-        urls: of the servers, which are healthy.
-        request_timeout_s: of our client, which gives up first.
+        urls: addresses of the servers, which are healthy.
+        request_timeout_s: our client's deadline, which comes first.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Router:
             request_timeout_s=self._request_timeout_s,
             key=self._key,
         )
-        # Unlike our clients the router would reach the servers through a proxy.
+        # Unlike our clients, the router would connect to the servers through a proxy.
         environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
         environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._process = start_watched(command, log_file=self._log_file, environment=environment)
@@ -193,9 +193,9 @@ def router_command(
     """The command line. Its settings, beside addresses and policy:
 
     - health by /model_info, every 2 s: the default asks the server for a token, which a paused server never
-      gives; after half a minute every server would count as ill, and requests would be answered 503;
+      gives. After half a minute every server would count as ill, and the router would answer requests with 503;
     - no retries by the router: ``SGLangClient`` repeats failed requests, and counts them;
-    - a server that broke connections is tried again after 5 s, not 60.
+    - a server that broke connections is tried again after 5 s instead of 60 s.
     """
     flags = {
         "--policy": config.policy,
@@ -216,7 +216,7 @@ def router_command(
 
 
 def check_is_installed() -> None:
-    """Raises ValueError where sglang-router is not installed."""
+    """Raises ValueError if sglang-router is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ValueError(
             "rollout.router needs the package sglang-router; pip install sglang-router==0.3.2, or leave rollout.router out"
@@ -224,7 +224,7 @@ def check_is_installed() -> None:
 
 
 def _healthy_workers(content: bytes) -> int:
-    """0 where ``content`` is no list of workers: something else listens at this port."""
+    """The number of healthy workers; 0 if ``content`` is no list of workers, because something else listens at this port."""
     try:
         return sum(worker["is_healthy"] for worker in json.loads(content)["workers"])
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""The experts to which a server has sent the tokens of a sample: decoded from its answer, and checked.
+"""The experts to which a server sent the tokens of a sample: decoded from its answer, and checked.
 
-An answer to a prompt of P tokens with R sampled ones has P + R - 1 rows: one for each token that was an input, so
-that row t belongs to input token t (``docs/notation.md``). No row is there for the last token, which was no input.
+An answer to a prompt of P tokens with R sampled tokens has P + R - 1 rows, one for each token that was an input: row t
+belongs to input token t (``docs/notation.md``). The last token was no input, and has no row.
 """
 
 from itertools import combinations
@@ -28,7 +28,7 @@ class Experts(Protocol):
 
 
 def bytes_per_token(experts: Experts) -> int:
-    """Of one row as the learner gets it."""
+    """Bytes of one row, as the learner gets it."""
     size = np.dtype(wire_type(experts.num_experts)).itemsize
     return sum(experts.is_sparse) * experts.experts_per_token * size
 
@@ -38,8 +38,8 @@ def decode_experts(answer: object, experts: Experts, *, rows: int) -> np.ndarray
     the base64 text of an answer, which has rows of all layers.
 
     Raises:
-        GenerationError: the answer has none, or not so many rows; an id is none of the model's, or twice in a row.
-            A row of a layer without experts is not zero.
+        GenerationError: the answer has none, or another number of rows; an id is none of the model's, or twice in a
+            row; a row of a layer without experts is not zero.
     """
     if not isinstance(answer, str):
         raise GenerationError(
@@ -54,8 +54,8 @@ def decode_experts(answer: object, experts: Experts, *, rows: int) -> np.ndarray
     expected = rows * layers * chosen * kind.itemsize
     if len(content) != expected:
         raise GenerationError(
-            f"the server's routed experts have {len(content)} bytes, but {rows} tokens of {layers} layers with {chosen} experts each, as "
-            f"{kind.name}, have {expected}"
+            f"the server's routed experts have {len(content)} bytes, but {rows} tokens in {layers} layers with {chosen} experts each, as "
+            f"{kind.name}, need {expected}"
         )
     ids = np.frombuffer(content, dtype=kind).reshape(rows, layers, chosen)
     if not all(experts.is_sparse):
@@ -74,12 +74,12 @@ def _require_distinct(ids: np.ndarray, num_experts: int) -> None:
     if ids.size and (int(ids.max()) >= num_experts or int(ids.min()) < 0):
         wrong = ids[(ids >= num_experts) | (ids < 0)][0]
         raise GenerationError(
-            f"the server sent a token to expert {wrong}, but the model's are 0 to {num_experts - 1}"
+            f"the server sent a token to expert {wrong}, but the model has experts 0 to {num_experts - 1}"
         )
     columns = np.ascontiguousarray(np.moveaxis(ids, -1, 0))
     for one, other in combinations(columns, 2):
         if (one == other).any():
             token, layer = np.argwhere(one == other)[0]
             raise GenerationError(
-                f"the server sent input token {token} twice to expert {one[token, layer]}, in layer {layer} of those with experts"
+                f"the server sent input token {token} twice to expert {one[token, layer]}, in layer {layer} of the layers with experts"
             )

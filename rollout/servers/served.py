@@ -1,4 +1,4 @@
-"""Whether SGLang serves a model with these settings, and takes these flags; known before it is started."""
+"""Checks before a start: whether SGLang serves a model with these settings, and takes these flags."""
 
 import difflib
 import os
@@ -13,8 +13,8 @@ from rollout.servers.command import ATTENTION_OF_FLOAT32, has_recurrent_layers, 
 from rollout.servers.share import ServerShare
 
 LONGEST_FOLDER_OF_SOCKETS = 95
-"""Bytes of a folder's path: Linux takes 107 for a socket's, of which SGLang's names have 12 (``/tmp`` and eight of
-``tempfile``)."""
+"""Bytes of a folder's path. Linux takes 107 for a socket's path, and SGLang's names take 12 of them (``/tmp`` and eight
+characters of ``tempfile``)."""
 OWNED_FLAGS = frozenset({
     "model", "model-path", "config", "device", "base-gpu-id", "gpu-id-step", "host", "port", "nccl-port",
     "dist-init-addr", "nccl-init-addr", "nnodes", "node-rank", "tp-size", "tensor-parallel-size", "pp-size",
@@ -22,31 +22,31 @@ OWNED_FLAGS = frozenset({
     "weight-version", "skip-tokenizer-init", "enable-fp32-lm-head", "quantization", "load-format",
     "rl-quant-profile", "enable-memory-saver", "enable-return-routed-experts", "api-key", "admin-api-key",
 })  # fmt: skip
-"""Flags, with all their names, that the schema's fields or the design decide; ``server_args`` may not set
+"""Flags, with all their names, that the schema's fields or the design determine. ``server_args`` may not set
 them."""
 FP8_MODELS = ("qwen2", "qwen3")
-"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its
+"""Model types whose loader in SGLang 0.5.23 can load new weights into FP8 weights (its
 ``supports_quantized_rl_reload``)."""
 
 
 def check_temporary_folder() -> None:
-    """Raise ValueError where files in this machine's folder for temporary ones have names too long for sockets."""
+    """Raise ValueError if paths in this machine's folder for temporary files are too long for sockets."""
     folder = tempfile.gettempdir()
     length = len(os.fsencode(folder))
     if length > LONGEST_FOLDER_OF_SOCKETS:
-        error = f"TMPDIR={folder} has {length} characters, and sockets of SGLang's processes lie in it, whose paths Linux limits"
+        error = f"TMPDIR={folder} has {length} characters, too many for the paths of the sockets that SGLang puts into it"
         raise ValueError(f"{error}; set TMPDIR to a folder with at most {LONGEST_FOLDER_OF_SOCKETS}")
 
 
 def check_server_args(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that other fields or the design decide.
+    """Refuse flags in ``server_args`` that other fields or the design determine.
 
     Raises:
         ValueError: a name has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``.
     """
     for name in config.server_args:
         flag = name.replace("_", "-")
-        # SGLang accepts the beginning of a flag for the flag.
+        # SGLang also accepts the beginning of a flag.
         owned = next((owned for owned in sorted(OWNED_FLAGS) if owned.startswith(flag)), None)
         if flag.startswith("-") or owned:
             short = f": it is short for {owned}" if owned and owned != flag else ""
@@ -73,10 +73,10 @@ def check_flags_exist(config: RolloutConfig) -> None:
 
 
 def flags_of_sglang() -> list[str]:
-    """The flags that SGLang's sources declare, and a few settings without a flag; an import would take seconds.
+    """The flags that SGLang's sources declare, and a few settings without a flag. An import would take seconds.
 
-    A flag is a field, ``model_path: A[...]``, or a text, ``"--model"``: an alias, or an argument by itself.
-    Empty where SGLang is not installed, or its sources have another form.
+    A flag is a field, ``model_path: A[...]``, or a text, ``"--model"``, which is an alias or a separate argument.
+    Empty if SGLang is not installed, or its sources have another form.
     """
     home = sglang_sources()
     sources = (home / "arg_groups" / "fields").glob("*.py")
@@ -98,10 +98,10 @@ def check_quantization(config: RolloutConfig, model_type: str) -> None:
 
 
 def check_numerics_device(model: ModelConfig, *, cuda: bool) -> None:
-    """Refuse aligned numerics on CUDA, where nothing of it was tried. Raises ValueError."""
+    """Refuse aligned numerics on CUDA, where they were never tested. Raises ValueError."""
     if model.numerics == "aligned" and cuda:
         raise ValueError(
-            "model.numerics=aligned is of CPU kernels, and this run is for GPUs; set model.numerics=default"
+            "model.numerics=aligned works only with CPU kernels, and this run is for GPUs; set model.numerics=default"
         )
 
 
@@ -109,43 +109,43 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
     """Refuse FP8 on CPU, where SGLang has no kernels for it. Raises ValueError."""
     if config.quantization == "fp8" and not cuda:
         raise ValueError(
-            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none. "
-            "rollout.precision rounds the weights alone, on any device"
+            "rollout.quantization=fp8 needs NVIDIA GPUs, because SGLang has FP8 kernels only for them; set rollout.quantization=none. "
+            "rollout.precision rounds only the weights, on any device"
         )
 
 
 def check_samples_by_seed(config: RolloutConfig, *, cuda: bool) -> None:
-    """Refuse SGLang's deterministic mode on CPU, where none of its attention backends runs. Raises ValueError."""
+    """Refuse SGLang's deterministic mode on CPU: none of its attention backends runs there. Raises ValueError."""
     named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
     if named.get("enable-deterministic-inference", False) is not False and not cuda:
         raise ValueError(
-            "rollout.server_args.enable-deterministic-inference needs NVIDIA GPUs, which SGLang's deterministic mode has its attention "
-            "backends for; remove it"
+            "rollout.server_args.enable-deterministic-inference needs NVIDIA GPUs, because the attention backends of this mode run only "
+            "there; remove it"
         )
 
 
 def check_windows_are_served(
     config: RolloutConfig, model_type: str, windows: Sequence[int | None], *, cuda: bool
 ) -> None:
-    """Refuse SGLang 0.5.23's Triton attention for windows: of each token that it samples it leaves out the oldest one of the
-    window (its pull request 32087), which a prefill does not. A tiny Olmo 3 was 0.7 to 1.3 nats off on an H200.
+    """Refuse SGLang 0.5.23's Triton attention for windows. For each token that it samples, it leaves out the oldest token of
+    the window (its pull request 32087); a prefill does not. A tiny Olmo 3 was 0.7 to 1.3 nats off on an H200.
 
-    windows: of each layer; empty: none has any. Raises ValueError.
+    windows: one per layer; empty: no layer has one. Raises ValueError.
     """
     named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
     backend = named.get("attention-backend", ATTENTION_OF_FLOAT32 if config.dtype == "float32" else None)
     if cuda and any(windows) and named.get("decode-attention-backend", backend) == "triton":
         raise ValueError(
             f"SGLang's Triton attention leaves out the oldest token of a window for each token that it samples, and this "
-            f"{model_type} has windows; set rollout.dtype=bfloat16, and no rollout.server_args.attention_backend, or another one"
+            f"{model_type} has windows; set rollout.dtype=bfloat16, and remove rollout.server_args.attention_backend or set another one"
         )
 
 
 def check_dtype_is_served(config: RolloutConfig, model: Path, *, cuda: bool) -> None:
-    """Refuse float32 on GPUs for gated delta nets, whose kernels of SGLang take numbers of two bytes. Raises ValueError."""
+    """Refuse float32 on GPUs for gated delta nets, whose kernels in SGLang compute only in 16-bit types. Raises ValueError."""
     if cuda and config.dtype == "float32" and has_recurrent_layers(model):
         raise ValueError(
-            "rollout.dtype=float32: SGLang's kernels of gated delta nets on GPUs take numbers of two bytes alone; set "
+            "rollout.dtype=float32: SGLang's GPU kernels of gated delta nets compute only in 16-bit types; set "
             "rollout.dtype=bfloat16 (and model.dtype, for the smallest gap)"
         )
 
@@ -159,8 +159,8 @@ def check_gpus(config: RolloutConfig, first_gpu: int, available: int) -> None:
     needed = first_gpu + config.replicas * config.tp
     if available < needed:
         raise ValueError(
-            f"{needed} GPUs are needed, {first_gpu} of the learner or other servers and rollout.replicas={config.replicas} times "
-            f"rollout.tp={config.tp} of the servers, but {available} are visible here; use fewer learner ranks "
+            f"{needed} GPUs are needed, {first_gpu} for the learner or other servers and rollout.replicas={config.replicas} times "
+            f"rollout.tp={config.tp} for the servers, but {available} are visible here; use fewer learner ranks "
             "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
         )
 

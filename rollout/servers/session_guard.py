@@ -1,14 +1,14 @@
 """Ends all processes that a session's leader leaves behind, and the leader itself if it stays stopped.
 
 ``python -I session_guard.py PID TIMEOUT_S NOTE``, started by the leader PID. The guard makes the file NOTE when
-it kills a leader that was stopped (SIGSTOP) and so held the whole run.
+it kills a leader that was stopped (SIGSTOP) and so held up the whole run.
 
     leader (a learner rank, a role) ── forks ──> checkpoint writers, resource trackers, reward workers, ...
-        └─ starts ──> guard, in a session of its own: waits for the leader's end, then SIGKILL to the session
+        └─ starts ──> guard, in its own session: waits for the leader's end, then SIGKILL to the leader's session
 
 A leader that gets SIGKILL ends none of its children, and its supervisor may have been killed with it. A leader
-counts as stopped only when every look of TIMEOUT_S finds it in that state; a guard that is stopped with the
-whole job does not look. Standard library only: the guard starts beside every role, under ``-I``, whatever the
+counts as stopped only if every look within TIMEOUT_S finds it in that state. (A guard that is stopped with the
+whole job does not look.) Standard library only: the guard starts beside every role, under ``-I``, whatever the
 working directory and PYTHONPATH are.
 """
 
@@ -19,7 +19,7 @@ import sys
 from contextlib import suppress
 
 ROUNDS = 100
-"""Several, since a process may start another one between two looks."""
+"""Several, because a process may start another between two looks."""
 LOOK_EVERY_S = 10.0
 
 

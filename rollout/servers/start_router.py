@@ -1,6 +1,6 @@
 """``python -m rollout.servers.start_router KEY_FILE ARGUMENT...``: sglang-router with the key of KEY_FILE.
 
-sglang-router takes its key from its command line alone, which every user of a host can read. Here the key is
+sglang-router takes its key only from its command line, which every user of a host can read. Here the key is
 added inside the process.
 """
 

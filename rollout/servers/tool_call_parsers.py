@@ -1,4 +1,4 @@
-"""SGLang's parsers of tool calls and of thinking, in a process of their own: main function and names.
+"""SGLang's parsers of tool calls and of thinking, in a separate process: its main function, and the parsers' names.
 
 ``rollout/environments/tool_calls.py`` starts the process. Requests and answers are JSON over a pipe.
 """
@@ -20,14 +20,14 @@ _NAMES = {
 }
 _LONGEST_ERROR = 300
 _DEEPEST_ARGUMENTS = 100
-"""Values in values. Python reads a thousand, but less where its caller is deep in its stack already."""
+"""Levels of nesting. Python reads a thousand, but fewer if its caller is deep in the stack already."""
 
 
 @cache
 def parser_names(kind: str) -> tuple[str, ...]:
-    """Names of the installed SGLang. ``kind``: ``tool_call_parser`` or ``reasoning_parser``.
+    """Names of the parsers in the installed SGLang. ``kind``: ``tool_call_parser`` or ``reasoning_parser``.
 
-    The files of the names are read alone: ``import sglang`` would take seconds and load torch.
+    Only the file of the names is loaded: ``import sglang`` would take seconds and load torch.
     """
     file, variable = _NAMES[kind]
     package = importlib.util.find_spec("sglang")
@@ -41,7 +41,7 @@ def parser_names(kind: str) -> tuple[str, ...]:
 
 
 def check_parser_name(kind: str, name: str) -> None:
-    """Raises ValueError, with the nearest names, where the installed SGLang has no such parser."""
+    """Raises ValueError, with the nearest names, if the installed SGLang has no such parser."""
     names = parser_names(kind)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=3)
@@ -64,16 +64,16 @@ def serve(descriptor: int) -> None:
 
 
 class _Unreadable(ValueError):
-    """A call that SGLang leaves out without a word."""
+    """A tool call that SGLang leaves out silently."""
 
 
 def parse(
     text: str, tools: Sequence[Mapping[str, Any]], parser: str, reasoning_parser: str | None
 ) -> dict[str, Any]:
-    """The text taken apart: ``reasoning``, ``content``, ``calls`` ({name, arguments} each), ``error``. Without tools there
+    """The parts of the text: ``reasoning``, ``content``, ``calls`` ({name, arguments} each), ``error``. Without tools there
     are no calls.
 
-    SGLang leaves out calls that it cannot read, and logs why. Here any such call is an error, and there are no calls.
+    SGLang leaves out calls that it cannot read, and logs why. Here one such call is an error, and no calls are returned.
     """
     reasoning, content, calls = "", text, []
     with _Complaints() as complaints:
@@ -114,9 +114,7 @@ def _parse_calls(
         return text, []  # Llama's form has no mark: an answer in JSON is no call
     content, found = parser.parse_non_stream(text)
     if not found:
-        raise _Unreadable(
-            "a tool call begins, but it has no end, or is not of the form that the model was told"
-        )
+        raise _Unreadable("a tool call begins, but it has no end, or not the form that the prompt describes")
     if begin and end and text.rfind(begin) > text.rfind(end):
         raise _Unreadable("the last tool call has no end")
     return content, [{"name": call.name, "arguments": _arguments(call.parameters)} for call in found]
@@ -147,7 +145,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class _Complaints(logging.Handler):
-    """Warnings of SGLang's parsers while it is entered, which are not printed."""
+    """Collects the warnings of SGLang's parsers while it is entered. They are not printed."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,23 +1,23 @@
-"""Runs one server, SGLang's or the router, so that none of its processes outlives its owner.
+"""Runs one server, SGLang or the router, so that none of its processes outlives its owner.
 
 ``python -I watchdog.py COMMAND...``
 
     owner (a role) --stdin pipe--> watchdog --child--> server --> its own processes
-                                   └─ one session and process group of its own ──┘
+                                   └─ their own session and process group ───────┘
 
 The whole group ends in each of three cases:
-  * The owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, and the watchdog
-    reads the end of file.
+  * The owner dies in any way, including SIGKILL: the kernel closes its end of the pipe, and the watchdog reads the
+    end of file.
   * The server exits by itself: the watchdog kills the rest of the group and exits with the server's code.
   * The watchdog is killed: the kernel sends the server SIGKILL (PR_SET_PDEATHSIG), and the server's workers
     have asked the kernel for the same.
-SIGTERM to the group reaches the server directly; the watchdog only waits for it. An owner may ignore SIGTERM
-(in a Slurm job it comes to every process at once). The server must then outlast it too, though it has a handler
-of its own: the signal is blocked in it.
+SIGTERM to the group reaches the server directly; the watchdog only waits for the server's end. An owner may ignore
+SIGTERM (in a Slurm job it comes to every process at once). The server must then survive it too. It has its own
+handler, so the signal is blocked in it.
 
-Nothing of the group gets to remove its files, so the watchdog removes its folder (``OWN_FOLDER``) and its names in /dev/shm,
-or, where the watchdog is killed with the group, the owner does. Standard library only: the watchdog starts before anything heavy, under
-``-I``, whatever the working directory and PYTHONPATH are.
+No process of the group has time to remove its files, so the watchdog removes the group's folder (``OWN_FOLDER``) and
+its files in /dev/shm. If the watchdog is killed with the group, the owner removes them. Standard library only: the
+watchdog starts before anything heavy, under ``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import ctypes
@@ -38,14 +38,14 @@ OWNER_GONE_EXIT_CODE = 75
 OWN_FOLDER = "TANDEM_SERVER_FOLDER"
 """The variable that names the server's TMPDIR."""
 LOOK_S = 0.5
-"""Between two looks for new files in /dev/shm."""
+"""Time between two looks for new files in /dev/shm."""
 SHARED_MEMORY = re.compile(r"(?<= )/dev/shm/(?:sgl_shm_|sglang_loads_|psm_|torch_(?P<maker>\d+)_)[\w.-]+$")
-"""Files that SGLang, Python's ``shared_memory`` and torch make, at the end of a line of /proc/PID/maps. Those of torch may be
-another process's, which has handed them on."""
+"""Files that SGLang, Python's ``shared_memory`` and torch make, at the end of a line of /proc/PID/maps. A file of torch may
+have been made by another process, whose id is in its name."""
 
 
 def main(command: list[str]) -> int:
-    # SGLang's processes unpickle what comes over unix sockets below /tmp, to which whoever may write to the file may connect.
+    # SGLang's processes unpickle what comes over unix sockets below /tmp. A process that may write to such a file may connect.
     os.umask(os.umask(0o077) | 0o022)
     outlasts_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -71,16 +71,16 @@ def main(command: list[str]) -> int:
             os.kill(other, signal.SIGKILL)
     remove_left(os.environ.get(OWN_FOLDER), files)
     if code is None:
-        os.killpg(0, signal.SIGKILL)  # what they had just started, and this process too
+        os.killpg(0, signal.SIGKILL)  # processes that they had just started, and this one
         return OWNER_GONE_EXIT_CODE
     return code if code >= 0 else 128 - code
 
 
 def _wait_for_server_or_owner(server: subprocess.Popen, files: set[str]) -> int | None:
-    """The server's exit code, or None when the owner's end of standard input closed first.
+    """The server's exit code, or None if the owner's end of standard input closed first.
 
-    ``files`` gets the group's files in /dev/shm meanwhile: the kernel ends the workers of a server that crashes with it, so
-    that behind its end nobody has mapped them."""
+    Meanwhile ``files`` gets the group's files in /dev/shm. If a server crashes, the kernel ends its workers with it, so
+    afterwards no process has these files mapped."""
     exited = os.pidfd_open(server.pid)
     poll = select.poll()
     poll.register(exited, select.POLLIN)
@@ -111,14 +111,14 @@ def _rest_of_group() -> set[int]:
 
 
 def shared_memory_changed_at() -> float:
-    """When a file in /dev/shm was made or removed last, in seconds since the epoch; 0 where there is no such folder."""
+    """When a file in /dev/shm was last made or removed, in seconds since the epoch; 0 if there is no such folder."""
     with suppress(OSError):
         return os.stat("/dev/shm").st_mtime
     return 0.0
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """The files in /dev/shm that have a name and that these processes have mapped, and made."""
+    """The files in /dev/shm that still have a name, and that these processes have made and mapped."""
     pids, files = set(pids), set()
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
@@ -130,7 +130,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
 
 
 def remove_left(folder: str | None, files: Iterable[str]) -> None:
-    """Remove what a server has left: its TMPDIR, and this user's files among those in /dev/shm."""
+    """Remove what a server left behind: its TMPDIR, and those ``files`` in /dev/shm that are this user's."""
     for file in files:
         with suppress(OSError):
             found = os.lstat(file)

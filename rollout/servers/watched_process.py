@@ -1,5 +1,5 @@
-"""Processes that do not outlive their owner, each in its own session and group under ``watchdog.py``, and with a TMPDIR of
-its own, which is removed behind it."""
+"""Processes that do not outlive their owner. Each has its own session and group under ``watchdog.py``, and its own TMPDIR,
+which is removed after its end."""
 
 import os
 import signal
@@ -22,16 +22,16 @@ KILL_TIMEOUT_S = 30.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 40
 LONGEST_FOLDER = 107 - len("/sgl_ar_fd_12345678/12.sock")
-"""Bytes of a path to which a process may add a folder and a unix socket. The kernel takes 107 for one."""
+"""Bytes of a path to which a process may add a folder and a unix socket. The kernel takes 107 for a socket's path."""
 WATCHDOG = Path(__file__).parent / "watchdog.py"
 SESSION_GUARD = Path(__file__).parent / "session_guard.py"
 
 
 class WatchedProcess(subprocess.Popen):
-    """A watchdog."""
+    """A watchdog's process."""
 
     folder: str
-    """TMPDIR of what it watches."""
+    """TMPDIR of the watched process."""
 
 
 def start_watched(
@@ -67,8 +67,8 @@ def _make_folder() -> str:
 
 
 def guard_session(*, timeout_s: float, note: Path) -> None:
-    """Start a guard that ends this process's session when this process ends, however it ends. The guard kills
-    this process, and makes ``note``, if it stays stopped for ``timeout_s``.
+    """Start a guard that ends this process's session when this process ends in any way. If this process stays
+    stopped for ``timeout_s``, the guard makes ``note``, and kills it.
 
     Does nothing for a process that does not lead its session: the session is then a user's shell.
     """
@@ -81,15 +81,15 @@ def guard_session(*, timeout_s: float, note: Path) -> None:
 
 
 def _private_opener(path: str, flags: int) -> int:
-    """Only the owner may read a log: a server prints its settings, the run's key among them."""
+    """Opens a file that only its owner may read: a server's log has its settings, and the run's key among them."""
     return os.open(path, flags, 0o600)
 
 
 def end_watched(processes: Sequence[WatchedProcess]) -> None:
     """End the groups of all processes by SIGKILL, and remove what they leave in TMPDIR and /dev/shm.
 
-    A server has nothing to save. After SIGTERM, at which SGLang looks every 5 s only, its main process would
-    take the end of its other processes for a crash, and write a crash report into the log of a healthy run.
+    A server has nothing to save. SGLang looks for SIGTERM only every 5 s. Its main process would then take the end
+    of its other processes for a crash, and write a crash report into the log of a healthy run.
 
     Raises:
         RuntimeError: a process survived SIGKILL.
@@ -109,14 +109,14 @@ def end_watched(processes: Sequence[WatchedProcess]) -> None:
 def _kill_all(process: WatchedProcess, members: set[psutil.Process]) -> None:
     members |= _group_members(process.pid)
     signal_group(process.pid, signal.SIGKILL)
-    for member in members:  # also one that moved to a group of its own
+    for member in members:  # also one that moved to another group
         with suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait(KILL_TIMEOUT_S)
     if process.stdin is not None:
         process.stdin.close()
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    # Not psutil's wait_procs, which also waits for zombies: these stay until their adopted parent looks.
+    # psutil's wait_procs would also wait for zombies, which stay until the parent that adopted them reaps them.
     while (alive := [member for member in members if _is_alive(member)]) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if alive:
@@ -149,7 +149,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """The end of a process in words. The exit ``code`` is negative or above 128 after a signal."""
+    """How a process ended, in words. The exit ``code`` is negative or above 128 after a signal."""
     number = -code if code < 0 else code - 128
     try:
         return f"was killed by {signal.Signals(number).name}"
@@ -167,8 +167,8 @@ def server_pid(process: subprocess.Popen) -> int | None:
 def log_tail(
     log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0, key: RunKey | None = None
 ) -> str:
-    """The last lines of a log, without progress bars. The first ``start`` bytes, an earlier process's, are
-    left out, and so is ``key``: others may read where the lines go."""
+    """The last lines of a log, without progress bars. The first ``start`` bytes, which are an earlier process's, are
+    left out. ``key`` is masked, because others may read the output."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - 65536, start))

@@ -1,8 +1,8 @@
 """``numerics=aligned``: SGLang's modules of a dense model with the operations of ``numerics.aligned``, which the
 learner runs too. Attention: ``tandem_batched_attention.py``.
 
-SGLang's embedding stays: it sums nothing, and over ranks one row and zeros. So do the gathered logits, on which every
-tensor-parallel rank has the whole vocabulary. The log-prob of a sampled token is computed from its logits again, as
+SGLang's embedding stays: it sums nothing, or, over ranks, one row and zeros. The gathered logits stay too: every
+tensor-parallel rank has the whole vocabulary. The log-prob of a sampled token is computed again from its logits, because
 SGLang's is the logarithm of a rounded probability.
 """
 
@@ -17,7 +17,7 @@ LAYERS = f"{SGLANG}.layers"
 
 
 def register(pieces: int) -> None:
-    """pieces: those of a sum over inputs, over all tensor-parallel ranks."""
+    """pieces: number of pieces of a sum over inputs, on all tensor-parallel ranks together."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, replacement in {
@@ -41,7 +41,7 @@ def linear(pieces, method, layer, x, bias=None):
 
 
 def sum_over_ranks(group, x):
-    """In place, as SGLang's."""
+    """Sums in place, as SGLang does."""
     if group.world_size == 1:
         return x
     parts = [torch.empty_like(x) for _ in range(group.world_size)]
@@ -72,7 +72,7 @@ def rotary(module, positions, query, key, *unused, **also_unused):
 
 
 def head(processor, hidden_states, lm_head, embedding_bias=None, *, out=None):
-    """Without the rows with which SGLang pads the vocabulary."""
+    """Logits without the rows with which SGLang pads the vocabulary."""
     weight = lm_head.weight[: processor.vocab_size]
     if processor.use_fp32_lm_head:
         hidden_states, weight = hidden_states.float(), weight.float()
@@ -88,7 +88,7 @@ def attention(queries, keys, values, *, attn_mask, scale):
 
 
 def sample(original, sampler, logits_output, sampling_info, return_logprob, *rest, **options):
-    # The original overwrites the logits by probabilities.
+    # The original overwrites the logits with probabilities.
     logits = logits_output.next_token_logits
     logits = logits if sampling_info.is_all_greedy else logits / sampling_info.temperatures
     logits = logits.clone() if return_logprob else None

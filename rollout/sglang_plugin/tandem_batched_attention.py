@@ -1,8 +1,8 @@
 """Attention of SGLang's CPU servers, many sequences in one call.
 
-SGLang's ``torch_native`` backend calls torch once for each sequence and layer, which is most of a small model's
-time. Here sequences of similar length form a bucket, are padded and attended to together. The places of their
-keys and the mask are found once for a forward pass and serve all its layers.
+SGLang's ``torch_native`` backend calls torch once for each sequence and layer, which takes most of a small model's
+time. Here sequences of similar length form a bucket. They are padded and attended to together. The places of their
+keys and the mask are computed once for a forward pass and serve all its layers.
 
 Encoders, cross-attention, speculative decoding and very long prefills go to SGLang's own code.
 
@@ -20,7 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 MAX_RATIO = 2.0
 """Longest to shortest sequence of a bucket, in keys."""
 SHORT = 64
-"""Keys up to which sequences share a bucket whatever their ratio."""
+"""Sequences of up to this many keys share a bucket, whatever their ratio."""
 MAX_KEYS = 1 << 17
 """B * K: bounds the keys and values that are gathered."""
 MAX_PAIRS = 1 << 24
@@ -34,7 +34,7 @@ class Bucket:
     size: tuple[int, int, int]
     """B, Q, K."""
     slots: Tensor
-    """int64 [B * K], the places of the keys in the cache. Padding repeats a sequence's last key, since an unused slot
+    """int64 [B * K], the places of the keys in the cache. Padding repeats a sequence's last key, because an unused slot
     may hold NaN."""
     mask: Tensor
     """bool [B, 1, Q, K], True where a query sees a key. Every padded query sees what the sequence's last one
@@ -42,14 +42,14 @@ class Bucket:
     rows: Tensor | None
     """int64 [B * Q], the places of the queries in the forward pass. None: all of it, in order, without padding."""
     kept: Tensor | None
-    """int64, the queries of B * Q that are no padding. None: all."""
+    """int64, the queries of B * Q that are not padding. None: all."""
     last_seen: Tensor
     """int64 [B, Q], the last key that a query sees."""
     window_masks: dict[int, Tensor] = field(default_factory=dict)
     """``mask_of`` by window."""
 
     def mask_of(self, window: int | None) -> Tensor:
-        """``mask``, and False on keys more than ``window`` before the last one that a query sees (SGLang's
+        """``mask``, and False also on keys more than ``window`` before the last one that a query sees (SGLang's
         ``sliding_window_size``, which does not count the query itself)."""
         if window is None:
             return self.mask
@@ -63,7 +63,7 @@ class Bucket:
 def make_buckets(
     req_to_token: Tensor, requests: Tensor, kv_lens: Sequence[int], q_lens: Sequence[int]
 ) -> list[Bucket] | None:
-    """The buckets of a forward pass; None where a sequence is too long for a mask.
+    """The buckets of a forward pass; None if a sequence is too long for a mask.
 
     Args:
         req_to_token: int [requests, positions], the cache slot of each token of each request.
@@ -102,7 +102,7 @@ def make_buckets(
 
 
 def group_by_length(kv_lens: Sequence[int], q_lens: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences, by bucket; in the order of the forward pass within each."""
+    """Indices of sequences, by bucket; within a bucket in the order of the forward pass."""
     groups: list[list[int]] = []
     shortest = most_queries = 0
     for i in sorted(range(len(kv_lens)), key=kv_lens.__getitem__):
@@ -137,9 +137,9 @@ def attend(
 
     Args:
         query: [T, H, D]. output: [T, H, D of the values]. k_cache, v_cache: [slots, key-value heads, D].
-        softmax_of: attention of [B, key-value heads, ...], with the arguments of torch's.
+        softmax_of: attention of [B, key-value heads, ...], with torch's arguments.
         window: see ``Bucket.mask_of``.
-        sinks: [H], of each head a score of no key, which takes its part of the softmax.
+        sinks: [H], one score per head that belongs to no key and takes its part of the softmax.
     """
     num_sequences, num_queries, num_keys = bucket.size
     heads, kv_heads = query.shape[1], k_cache.shape[1]
@@ -152,7 +152,7 @@ def attend(
         for cache in (k_cache, v_cache)
     )
     rows = query if bucket.rows is None else query.index_select(0, bucket.rows)
-    # The heads that share a key-value head are further queries of it: [B, kv_heads, group * Q, D].
+    # The heads that share a key-value head count as further queries of it: [B, kv_heads, group * Q, D].
     queries = rows.view(num_sequences, num_queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = bucket.mask_of(window)
     mask = mask if num_queries == 1 else mask.repeat(1, 1, group, 1)
@@ -179,8 +179,9 @@ def attend(
 def with_sink(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor, scale: float, num_queries: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """queries [B, kv_heads, group * Q, D], keys, values and mask with one more key, whose value is zero, and whose score with a
-    query is the sink of its head: by one more number of each, 1 in this key and sink / scale in a query."""
+    """queries [B, kv_heads, group * Q, D], keys, values and mask with one more key. Its value is zero, and its score with a
+    query is the sink of the query's head. For this queries and keys get one more number: 1 in this key, 0 in the other keys,
+    and sink / scale in a query."""
     by_head = sinks.to(queries.dtype) / scale
     of_query = by_head.view(1, keys.shape[1], -1, 1).repeat_interleave(num_queries, 2)
     queries = torch.cat((queries, of_query.expand(len(queries), -1, -1, -1)), -1)
@@ -190,8 +191,8 @@ def with_sink(
 
 
 def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
-    """SGLang's ``torch_native`` backend for a model runner, with ``attend`` in place of its loops. With ``softmax_of``
-    it raises a ValueError where it would leave an attention to SGLang's own code."""
+    """SGLang's ``torch_native`` backend for a model runner, with ``attend`` instead of its loops. With ``softmax_of``
+    it raises a ValueError if it would have to leave an attention to SGLang's own code."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     chosen = softmax_of or scaled_dot_product_attention
@@ -234,7 +235,7 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
             return self._attended(super()._run_sdpa_forward_extend, is_causal, *arguments, **options)
 
         def _attended(self, sglangs, is_causal, query, output, k_cache, v_cache, *rest, **options):
-            """sglangs: its own code, for what is not done here."""
+            """sglangs: SGLang's own code, for attention that ``attend`` does not compute."""
             window = options.get("sliding_window_size")
             has_more = window is not None or self._sinks is not None
             is_other = options.get("is_cross_attn") or (has_more and softmax_of is not None)
@@ -247,16 +248,16 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
             return output
 
         def _require_sglangs(self) -> None:
-            """Raises ValueError where SGLang's own code would compute something else."""
+            """Raises ValueError if SGLang's own code would compute something else."""
             what = None
             if softmax_of is not None:
-                what = "model.numerics=aligned: an attention that is no plain causal one, or"
+                what = "model.numerics=aligned: this attention is not plain causal attention, or"
             elif self._sinks is not None:
                 what = "a model with attention sinks:"
             if what is not None:
                 raise ValueError(
-                    f"{what} a prefill of more than {MAX_PAIRS} pairs of query and key in one sequence; set "
-                    "rollout.server_args.chunked_prefill_size lower"
+                    f"{what} a prefill has more than {MAX_PAIRS} pairs of query and key in one sequence; lower "
+                    "rollout.server_args.chunked_prefill_size"
                 )
 
     return BatchedAttention(runner)

@@ -1,7 +1,7 @@
-"""Gemma 3 on SGLang's servers: the number by which embeddings are multiplied, the root of the hidden size.
+"""Gemma 3 on SGLang's servers: the factor of the embeddings, which is the square root of the hidden size.
 
-The model was trained with this number rounded to bfloat16, as transformers and the learner round it to the model's dtype (for a
-hidden size of 640 to 25.25). SGLang 0.5.23 multiplies by the number itself (25.298), 0.2 % more.
+The model was trained with this factor rounded to bfloat16. Transformers and the learner round it to the model's dtype (25.25
+for a hidden size of 640). SGLang 0.5.23 multiplies by the exact factor (25.298), 0.2 % more.
 """
 
 import os
@@ -18,7 +18,7 @@ def register() -> None:
 
 
 def _round_scale(result, embedding, *arguments, **options) -> None:
-    """After ``Gemma3TextScaledWordEmbedding.__init__``, which has made the weight in the model's dtype."""
+    """Runs after ``Gemma3TextScaledWordEmbedding.__init__``, which has made the weight in the model's dtype."""
     import torch
 
     embedding.embed_scale = torch.tensor(embedding.embed_scale, dtype=embedding.weight.dtype).item()

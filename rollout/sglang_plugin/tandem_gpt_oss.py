@@ -1,15 +1,16 @@
 """gpt-oss on SGLang's CPU servers: attention with sinks and windows, and experts in float32.
 
-SGLang 0.5.23 gives the family to its kernels for GPUs and AMX alone. Without AMX it names triton, which is not there on CPU:
-under every name it gets the attention of ``tandem_batched_attention.py``. Its cache for layers with a window is read there by
-the places of the other cache; here all layers have one. Its sinks are bfloat16 whatever the model's dtype is, and its activation
-is compiled on first use; here sinks have the model's dtype and the activation runs as it is written.
+SGLang 0.5.23 runs the family only on its kernels for GPUs and AMX. Without AMX it selects triton, which does not exist on CPU.
+Here the family gets the attention of ``tandem_batched_attention.py`` under every name. SGLang has a second cache for layers with
+a window, but on CPU reads it by the places of the first; here all layers share one cache. SGLang's sinks are bfloat16 whatever
+the model's dtype is, and its activation is compiled on first use; here sinks have the model's dtype, and the activation runs
+without compilation.
 """
 
 import os
 
 NAMES = ("triton", "intel_amx")
-"""Attention backends that SGLang names for the family on CPU."""
+"""Attention backends that SGLang selects for the family on CPU."""
 MODEL = "sglang.srt.models.gpt_oss"
 NATIVE = "sglang.srt.layers.moe.fused_moe_native"
 
@@ -39,7 +40,7 @@ def _backend(runner, original, attention):
 
 
 def _give_sinks_the_models_dtype(result, attention, *arguments, params_dtype, **options) -> None:
-    """After ``GptOssAttention.__init__``, before weights are loaded."""
+    """Runs after ``GptOssAttention.__init__``, before weights are loaded."""
     import torch
 
     sinks = torch.empty_like(attention.sinks, dtype=params_dtype)

@@ -1,9 +1,9 @@
 """Latent attention (MLA; DeepSeek-V3, GLM-4.7-Flash) on SGLang's CPU servers.
 
-SGLang 0.5.23 computes the prompts of such a model from keys and values of every head, for attention that takes these. Its
-``torch_native`` attention reads the cache, which holds the short vectors: the answers would be wrong. Here prompts are
-computed in the space of these vectors, as responses are. And SGLang refuses plain rotary frequencies on CPU, for which it
-has the code all the same.
+SGLang 0.5.23 computes prompts of such a model with the keys and values of every head, for attention that takes these. But its
+``torch_native`` attention reads the cache, which holds the short latent vectors: the answers would be wrong. Here prompts are
+computed in the space of the latent vectors, as responses are. SGLang also refuses plain rotary frequencies on CPU, although it
+has the code for them.
 """
 
 ROPE = "sglang.srt.layers.rotary_embedding.factory"
@@ -16,7 +16,7 @@ def register() -> None:
 
 
 def compute_in_latent_space() -> None:
-    """For all prompts of this process that ``torch_native`` computes."""
+    """Compute all prompts of this process with ``torch_native`` attention in the space of the latent vectors."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
@@ -34,7 +34,7 @@ def plain_frequencies(
     *rest,
     **options,
 ):
-    """``get_rope_cpu``, or what other devices have where nothing scales the frequencies."""
+    """``get_rope_cpu``; if nothing scales the frequencies, ``get_rope``, which other devices use."""
     arguments = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling)
     if rope_scaling is not None:
         return original(*arguments, *rest, **options)

@@ -1,6 +1,6 @@
-"""``sglang.launch_server`` without garbage collections while it imports thousands of modules: nothing of them is garbage,
-and the looks at them take a quarter of the time. ``tandem_sglang.fork_processes`` turns collections on again. Work that
-transformers does for nothing is left out too."""
+"""``sglang.launch_server`` without garbage collections while it imports thousands of modules: they are no garbage, and
+collections take a quarter of the time. ``tandem_sglang.fork_processes`` turns collections on again. Useless work of
+transformers is left out too (``tandem_transformers.py``)."""
 
 import gc
 import runpy

@@ -1,11 +1,11 @@
 """Gated delta nets (linear attention; Qwen3-Next, Qwen3.5) on SGLang's CPU servers.
 
-SGLang 0.5.23 computes them on CPU by kernels for Intel's AMX alone, which it asks for by name when it imports such a model.
-Here are functions of torch under these names, with the learner's own rule (``numerics/delta_rule.py``), and the norm of their
-outputs and the gate of a shared expert, for which SGLang has kernels of Triton.
+On CPU SGLang 0.5.23 computes them only by kernels for Intel's AMX, which it looks up by name when it imports such a model.
+Here functions of torch have these names. They use the learner's own rule (``numerics/delta_rule.py``). The norm of their outputs
+and the gate of a shared expert are here too, because SGLang has them only as Triton kernels.
 
 A layer's state is kept for each request: the last inputs of the convolution, [slots, D, W - 1], and a matrix for each head,
-[slots, A, V, N]. SGLang clears them for a new request, and a prompt that comes in pieces goes on from them.
+[slots, A, V, N]. SGLang clears both for a new request. A prompt that comes in pieces continues from them.
 
 Legend: B requests, T tokens of a prefill, D numbers of queries, keys and values, W tokens that the convolution sees, K key heads,
 A value heads, N numbers of a key's head, V of a value's.
@@ -25,7 +25,7 @@ EXPERTS = "sglang.srt.models.qwen2_moe"
 
 
 def register() -> None:
-    """Before the code of a model is imported."""
+    """To be called before the code of a model is imported."""
     module = ModuleType("sgl_kernel.mamba")
     for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
         setattr(module, function.__name__, function)
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def replace_kernels_of_triton() -> None:
-    """Where the model's code has imported them: the norms, and the gate of a shared expert."""
+    """Replace the norms and the gate of a shared expert, in the modules that the model's code has imported."""
     for name in sys.modules.keys() & set(NORMS):
         vars(sys.modules[name])["_use_cpu"] = True
     if EXPERTS in sys.modules:
@@ -54,11 +54,11 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     **unused,
 ) -> Tensor:
-    """[D, T], of all requests of a prefill. Each goes on from its state, or from zeros."""
+    """[D, T], of all requests of a prefill. Each continues from its state, or starts from zeros."""
     before, slots = weight_DW.shape[1] - 1, cache_indices.long()
     states_BWD = conv_states[slots].transpose(1, 2) * has_initial_state[:, None, None]
     bounds = query_start_loc.long()
-    # Each request's tokens behind the last ones of its state.
+    # Each request's tokens follow the last inputs in its state.
     row_T = torch.repeat_interleave(torch.arange(len(slots)), bounds.diff())
     place_T = torch.arange(x_DT.shape[1]) + (row_T + 1) * before
     first_B = bounds[:-1] + torch.arange(len(slots)) * before
@@ -81,7 +81,7 @@ def causal_conv1d_update_cpu(
     activation: str,
     conv_state_indices: Tensor,
 ) -> Tensor:
-    """[B, D], of one token of each request."""
+    """[B, D], for one token of each request."""
     slots = conv_state_indices.long()
     seen_BDW = torch.cat((conv_states[slots].to(x_BD.dtype), x_BD.unsqueeze(-1)), -1)
     conv_states[slots] = seen_BDW[..., 1:].to(conv_states.dtype)
@@ -100,7 +100,7 @@ def chunk_gated_delta_rule_cpu(
     cu_seqlens: Tensor,
     **unused,
 ) -> tuple[Tensor, None, None]:
-    """([1, T, A, V], None, None), of all requests of a prefill. Each goes on from its state."""
+    """([1, T, A, V], None, None), of all requests of a prefill. Each continues from its state."""
     slots = initial_state_indices.long()
     query_TAN, key_TAN = _of_value_heads(q[0], k[0], v.shape[2])
     plan = plan_chunks(cu_seqlens, q.device)
@@ -125,7 +125,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     initial_state_indices: Tensor,
     **unused,
 ) -> Tensor:
-    """[1, B, A, V], of one token of each request."""
+    """[1, B, A, V], for one token of each request."""
     slots, heads = initial_state_indices.long(), v.shape[2]
     query_BAN, key_BAN = _of_value_heads(q[0], k[0], heads)
     decay_BA = log_decay(A_log, a.view(-1, heads), dt_bias).exp()
@@ -154,7 +154,7 @@ def fused_gdn_gating_cpu(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """([T, D], gates [T, A, V], steps [T, A], decays [T, A]) of products that stand one after another."""
+    """([T, D], gates [T, A, V], steps [T, A], decays [T, A]) from the concatenated outputs of the projections."""
     values = value_heads * value_dim
     mixed, gate = qkvz.split([2 * key_heads * key_dim + values, values], -1)
     step, decay = ba.split(value_heads, -1)
@@ -164,8 +164,8 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
     queries: Tensor, keys: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries and keys, normed head by head, gates), each [heads, head_dim] of all tokens in turn; the gate of a head is behind
-    its query."""
+    """(queries, keys, gates), each [heads, head_dim] of all tokens one after another. Queries and keys are normed per head. In
+    ``queries`` the gate of a head follows its query."""
     query, gate = queries.unflatten(-1, (heads, 2, head_dim)).unbind(-2)
     query, key = (
         _centred_norm(x, weight, eps)
@@ -181,7 +181,7 @@ def _centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_qk_gemma_rmsnorm_cpu(
     queries: Tensor, keys: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Without a gate."""
+    """As above, without gates."""
     query, key = (
         _centred_norm(x.unflatten(-1, (-1, head_dim)), weight, eps).view_as(x)
         for x, weight in ((queries, q_weight), (keys, k_weight))

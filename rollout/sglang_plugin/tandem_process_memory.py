@@ -1,17 +1,18 @@
-"""Bytes from one process to others on its machine: they copy them straight out of its memory. No SGLang here: both
-sides import it.
+"""Bytes from one process to others on its machine: the others copy them straight out of its memory. No SGLang here: both
+sides import this file.
 
-    sender     says where bucket i lies      says where i + 1 lies      waits until all have taken i, whose memory is free
+    sender     says where bucket i lies      says where i + 1 lies      waits until all have taken i; its memory is then free
     receivers       copy bucket i, say so          copy i + 1 ...
 
-The kernel copies once, from where the bytes lie to where they go (process_vm_readv). Through memory that both map they
-would be copied twice. There is no memory to make, to name or to remove, and nothing is left of a process that ends.
+The kernel copies once, from where the bytes lie to where they go (process_vm_readv). Through shared memory they would be
+copied twice. No memory has to be made, named or removed, and a process that ends leaves nothing behind.
 
-Whoever waits, waits at a unix socket. An end that dies closes it, which the other sees at once. Its name is random and of
-one transfer, so that a receiver that comes late for a transfer that broke off finds nobody. Both ends check that the
-other is of the same user, as the kernel does at each copy.
+Both ends wait at a unix socket. If one end dies, its socket closes, which the other sees at once. The socket's name is random,
+and new for each transfer, so that a receiver that comes late for an ended transfer finds no sender. Both ends check that the
+other belongs to the same user, as the kernel does at each copy.
 
-What the bytes mean, and whether they arrived unchanged, is not its concern: ``tandem_weight_transfer.py``.
+This file does not know what the bytes mean, and does not check that they arrived unchanged: see
+``tandem_weight_transfer.py``.
 """
 
 import ctypes
@@ -33,11 +34,11 @@ from torch import Tensor
 PART_BYTES = 2**20
 """A part of this size is still in a core's cache when it is hashed."""
 STAGED_BYTES = 16 * 2**20
-"""A GPU's memory goes through the host's in pieces of this size, which stay in the last cache from one process to the
-other: the sender copies one from its GPU while the receivers copy the one before to theirs."""
+"""Data of a GPU goes through the host's memory in pieces of this size, which stay in the last-level cache from one process
+to the other. The sender copies a piece from its GPU while the receivers copy the previous one to theirs."""
 LOOK_EVERY_S = 0.05
 ANSWER_S = 1.0
-"""Time for the HTTP answer of a receiver that has left, which says why."""
+"""When a receiver has left: time for its HTTP answer, which says why."""
 PLACE = struct.Struct("QQ")
 """Address and size of a bucket."""
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -51,7 +52,7 @@ class Meeting:
     """Where the receivers of one transfer meet its sender."""
 
     name: str
-    """Of an abstract unix socket, without the zero byte in front."""
+    """Name of an abstract unix socket, without the zero byte in front."""
     timeout_s: int
     """Deadline of each wait for the sender."""
 
@@ -79,13 +80,13 @@ def read_memory(process: int, address: int, to: Tensor) -> None:
 
 
 def is_of_host(flat: Tensor) -> bool:
-    """Whether other processes can copy it from where it lies."""
+    """Whether other processes can copy the tensor from where it lies."""
     return flat.device.type == "cpu"
 
 
 def let_others_read() -> bool:
     """Whether other processes of this user may read this one's memory. Some containers forbid the system call, and
-    some machines (Yama) all but debuggers; where Yama leaves it to the process, it is allowed here."""
+    some machines (Yama) allow it only to debuggers. If Yama lets the process decide, this call allows it."""
     one, other = torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     try:
         read_memory(os.getpid(), one.data_ptr(), other)
@@ -100,12 +101,14 @@ def _process_of(connection: socket.socket) -> int:
     size = struct.calcsize("3i")
     process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user != os.geteuid():
-        raise PermissionError(f"the other end of a weight transfer is of user {user}, not {os.geteuid()}")
+        raise PermissionError(
+            f"the other end of a weight transfer belongs to user {user}, not {os.geteuid()}"
+        )
     return process
 
 
 def _says_something(connection: socket.socket) -> bool:
-    """False where the other end has left, also with a bucket in its queue."""
+    """Whether the other end sent a byte. False: it has left, perhaps with an unread bucket in its queue."""
     try:
         return bool(connection.recv(1))
     except ConnectionError:
@@ -115,8 +118,8 @@ def _says_something(connection: socket.socket) -> bool:
 class Sending:
     """The sender's end of one transfer.
 
-    Its methods raise OSError where a receiver has left, or is too late. While they wait, ``check`` is called again and
-    again, and ends the wait by an exception.
+    Its methods raise OSError if a receiver has left, or is too late. While they wait, they call ``check`` repeatedly;
+    an exception from it ends the wait.
     """
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
@@ -130,10 +133,10 @@ class Sending:
         self._taken: dict[socket.socket, int] = {}
         self._num_offered = 0
         self._due: deque[Tensor] = deque()
-        """Offered, and not taken by all."""
+        """Buckets that were offered, and that not all receivers have taken yet."""
 
     def offer(self, flat: Tensor, check: Check) -> None:
-        """Have all receivers take uint8 ``flat`` [n], contiguous and on the CPU. Its content must stay until they have."""
+        """Have all receivers take uint8 ``flat`` [n], contiguous and on the CPU. Its content must not change until they have."""
         self._look(0.0, check)
         self._num_offered += 1
         self._due.append(flat)
@@ -141,9 +144,9 @@ class Sending:
             self._say(connection, flat, check)
 
     def wait_for_all_but(self, newest: int, check: Check) -> None:
-        """Return when all receivers have taken what was offered, but for the newest."""
+        """Return when all receivers have taken all offered buckets, except the ``newest`` last ones."""
         deadline = time.monotonic() + self._timeout_s
-        self._forget_what_is_taken()  # the offer may have heard of it
+        self._forget_what_is_taken()  # ``offer`` may have read it from the sockets
         while len(self._due) > newest:
             check()
             if time.monotonic() > deadline:
@@ -157,7 +160,7 @@ class Sending:
                 self._due.popleft()
 
     def _look(self, timeout_s: float, check: Check) -> None:
-        """Meet receivers, and hear what they have taken."""
+        """Accept receivers, and read which buckets they have taken."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._meet(check)
@@ -167,7 +170,8 @@ class Sending:
             if _says_something(connection):
                 self._taken[connection] += 1
             elif self._taken[connection] == self._num_offered:
-                self._selector.unregister(connection)  # it may have got everything; else the next offer fails
+                # It may have got everything. If not, the next offer fails.
+                self._selector.unregister(connection)
             else:
                 self._end_without_a_receiver(check)
 
@@ -197,14 +201,14 @@ class Sending:
         raise ConnectionError("a server's process has left the transfer")
 
     def close(self) -> None:
-        """Receivers that still wait see the end."""
+        """Close the sockets. Receivers that still wait see the end."""
         self._selector.close()
         for end in (self._listener, *self._taken):
             end.close()
 
 
 class Receiving:
-    """A receiver's end of one transfer. Its methods raise OSError where the sender has left, or is too late."""
+    """A receiver's end of one transfer. Its methods raise OSError if the sender has left, or is too late."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -217,15 +221,15 @@ class Receiving:
             raise
 
     def receive(self, parts: Sequence[Tensor], look_at: Callable[[Tensor], None]) -> None:
-        """Fill ``parts``, each uint8 [n], contiguous and on the CPU, one after another by what the sender offers next.
-        ``look_at`` gets each once it is there; the next one may lie in the same memory."""
+        """Fill ``parts``, each uint8 [n], contiguous and on the CPU, one after another with the sender's next bucket.
+        ``look_at`` gets each part once it is filled. The next one may lie in the same memory."""
         said = self._connection.recv(PLACE.size)
         if not said:
             raise ConnectionError("the learner has left the transfer")
         address, size = PLACE.unpack(said)
         due = sum(part.numel() for part in parts)
         if size != due:
-            raise ConnectionError(f"the learner offers {size} bytes, where {due} are due")
+            raise ConnectionError(f"the learner offers {size} bytes, but {due} are due")
         for part in parts:
             read_memory(self._process, address, part)
             address += part.numel()

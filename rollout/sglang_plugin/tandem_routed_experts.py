@@ -1,17 +1,16 @@
 """The experts that SGLang sends each token to, in its answers. No SGLang at the top: both sides import this file.
 
-SGLang captures them itself (``--enable-return-routed-experts``). Three things are changed here. On CPU its buffer is
-plain memory: SGLang 0.5.23 pins it by CUDA on every device that it does not name, and ends. And ids are answered in
-as few bytes as their number needs, where SGLang answers four for each.
-
-A request may ask for the experts behind a beginning whose experts are known by some weights (``KNOWN_BY``). Where newer weights
-sampled its end, it is answered with all: they computed the beginning anew.
+SGLang captures them itself (``--enable-return-routed-experts``). Three things are different here. On CPU the buffer is plain
+memory: SGLang 0.5.23 pins it with CUDA on every device that it does not name, and fails. An id is returned in as few bytes
+as the number of experts needs; SGLang returns four. And a request may name the weights that chose the experts of its first
+tokens (``KNOWN_BY``), and ask only for the experts after these. If newer weights sampled its end, they computed the first
+tokens again, and the answer has the experts of all tokens.
 """
 
 WITH_EXPERTS = ", with routed experts"
-"""In the plugin's name for itself (``tandem_weight_receiver``), where its server captures experts."""
+"""Appended to the plugin's answer to ``QUESTION`` (``tandem_weight_receiver``) if its server captures experts."""
 KNOWN_BY = "tandem_experts_known_by"
-"""Of a request's ``custom_params``: the version of the weights that chose the experts of the tokens before
+"""A field of a request's ``custom_params``: the version of the weights that chose the experts of the tokens before
 ``routed_experts_start_len``."""
 CAPTURER = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create"
 COLLECT = (
@@ -21,7 +20,7 @@ COLLECT = (
 
 
 def wire_type(num_experts: int) -> str:
-    """The type of an id in an answer, by numpy's and torch's name."""
+    """The type of an id in an answer; numpy and torch have the same name for it."""
     return "uint8" if num_experts <= 256 else "int16"
 
 
@@ -35,7 +34,7 @@ def register(*, on_cpu: bool) -> None:
 
 
 def tell_all_after_an_update(processor, request) -> None:
-    """Before a request's experts are collected."""
+    """Runs before a request's experts are collected."""
     known_by = (request.sampling_params.custom_params or {}).get(KNOWN_BY)
     if known_by is not None and known_by != served_version():
         request.routed_experts_start_len = 0
@@ -48,7 +47,7 @@ def served_version() -> str | None:
 
 
 def narrow_ids(result: None, processor, request) -> None:
-    """After a request's experts were collected as int32."""
+    """Runs after a request's experts were collected as int32."""
     if request.routed_experts is not None:
         import torch
 
@@ -57,12 +56,12 @@ def narrow_ids(result: None, processor, request) -> None:
 
 
 def num_experts_of(config) -> int:
-    """Of a Hugging Face config of Qwen3-MoE, Mixtral or GLM-4.5, which answers to the name of Mixtral's too."""
+    """The number in a Hugging Face config of Qwen3-MoE, or of Mixtral and GLM-4.5, which have the same name for it."""
     return config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
 
 
 def use_plain_memory(*args: object, **kwargs: object) -> None:
-    """Before the capturer is made."""
+    """Runs before the capturer is made."""
     from sglang.srt.mem_cache.pool_host import common
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = plain_memory

@@ -1,30 +1,30 @@
 """A plugin of SGLang (entry point group ``sglang.srt.plugins``).
 
 ``rollout/servers/command.py`` puts this folder on a server's path, where SGLang finds the entry point in
-``tandem_sglang-1.dist-info``. SGLang loads it in each of its processes before it starts another one. Without it
-(``rollout.sglang_plugin: false``) a server is SGLang's own in everything.
+``tandem_sglang-1.dist-info``. Each process of SGLang loads it before it starts another one. Without it
+(``rollout.sglang_plugin: false``) a server is unmodified SGLang.
 
 - The learner's weights are received in the parameters, and hashed: ``tandem_weight_receiver.py``.
-- Routed experts are captured on CPU too, and answered in few bytes: ``tandem_routed_experts.py``.
+- Routed experts are captured on CPU too, and returned in few bytes: ``tandem_routed_experts.py``.
 - Gemma 3's embeddings are multiplied by a rounded number: ``tandem_gemma3.py``.
 - Megatron is not imported.
 
-On CPU servers alone:
+Only on CPU servers:
 
 - Forked processes: SGLang spawns its scheduler and its detokenizer, so each of them imports SGLang, torch and
-  transformers again. Forked, they share the imports of the server process, in time and in memory. CUDA cannot be
-  used in a forked process.
+  transformers again. Forked processes share the imports of the server process, which saves time and memory. (A forked
+  process could not use CUDA.)
 - The server process imports without garbage collections (``tandem_launch_server.py``), and the forked processes
-  leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
+  leave its objects out of theirs: modules stay, and every collection would look at all of them again.
 - Batched attention: ``tandem_batched_attention.py``.
 - Latent attention (MLA), which SGLang computes wrongly there: ``tandem_latent_attention.py``.
-- Gated delta nets (linear attention), for which SGLang has kernels for AMX alone: ``tandem_linear_attention.py``.
+- Gated delta nets (linear attention), for which SGLang's only CPU kernels need AMX: ``tandem_linear_attention.py``.
 - gpt-oss, which SGLang refuses there: ``tandem_gpt_oss.py``.
 - Equal prompts of one prefill are computed once: ``tandem_shared_prompts.py``.
-- With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
-- A server that starts without a warm-up asks itself to leave its objects out of garbage collections once it listens. SGLang's
-  asks at once, mostly in vain, with a traceback in the log.
-- A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
+- With ``model.numerics: aligned``, the learner's operations: ``tandem_aligned.py``.
+- A server without a warm-up sends itself a request to leave its objects out of garbage collections. Here it does so once it
+  listens. SGLang does so at once, which mostly fails, with a traceback in the log.
+- A paused scheduler sleeps. SGLang's polls for requests and keeps a core busy that the learner needs to send weights.
 """
 
 import gc
@@ -48,7 +48,7 @@ def register() -> None:
     import tandem_routed_experts
     import tandem_weight_receiver
 
-    # SGLang's debug dumper imports it where it is installed, for 0.4 CPU seconds of every scheduler.
+    # If it is installed, SGLang's debug dumper imports it, for 0.4 CPU seconds of every scheduler.
     sys.modules.setdefault("megatron", None)  # pyright: ignore[reportArgumentType] - None means: there is no such module
     on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
     tandem_weight_receiver.register()
@@ -106,14 +106,14 @@ def batched_attention(runner):
 
 
 def aligned_pieces() -> int | None:
-    """``RunConfig.numerics_pieces``, which the environment has as ``aligned:2``; None: SGLang's own operations."""
+    """``RunConfig.numerics_pieces`` from the environment, where it is written as ``aligned:2``. None: SGLang's own operations."""
     mode, _, pieces = os.environ.get("TANDEM_NUMERICS", "").partition(":")
     return int(pieces) if mode == "aligned" else None
 
 
 def fork_processes(result: object, *args: object, **kwargs: object) -> object:
-    """After SGLang has chosen to spawn: fork, unless this process has other threads, whose locks a fork would
-    leave locked for ever."""
+    """After SGLang has chosen to spawn: fork, unless this process has other threads. A fork would leave locks that
+    they hold locked forever."""
     gc.freeze()
     gc.enable()
     if threading.active_count() == 1:
@@ -123,7 +123,7 @@ def fork_processes(result: object, *args: object, **kwargs: object) -> object:
 
 
 def when_it_listens(freeze: Callable, server_args) -> None:
-    """In a thread of the server process, which begins before its HTTP server does."""
+    """Calls ``freeze`` once the server listens. Runs in a thread of the server process, which starts before its HTTP server."""
     deadline = time.monotonic() + LISTENS_WITHIN_S
     while time.monotonic() < deadline:
         try:
@@ -136,6 +136,6 @@ def when_it_listens(freeze: Callable, server_args) -> None:
 
 def sleep_until_a_request(result: object, scheduler) -> None:
     """Once per turn of a paused scheduler's loop: wait for a request as an idle scheduler does, at most a second.
-    Of several tensor-parallel ranks the first waits, and the others wait for what it has received."""
+    Of several tensor-parallel ranks the first waits, and the others wait for the requests that it passes on."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.poller.poll(1000)

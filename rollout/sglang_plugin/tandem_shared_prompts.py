@@ -1,13 +1,13 @@
 """Equal prompts of one prefill, computed once, on CPU servers.
 
-The samples of a group have one prompt. SGLang's prefix cache knows a prompt after its prefill only, so a group that
-arrives at once computes it once per sample. Here the first of equal sequences is computed; its keys and values are
-copied to the others' slots, and its logits are repeated. The scheduler sees no difference.
+The samples of a group have the same prompt. SGLang's prefix cache knows a prompt only after its prefill, so for a group
+that arrives at once it computes the prompt once per sample. Here the first of equal sequences is computed. Its keys and
+values are copied to the others' slots, and its logits are repeated. The scheduler sees no difference.
 
-A prefill of anything but plain text by a plain attention goes to SGLang's own code, as does one for whose tokens
-log-probs, experts or hidden states are asked.
+SGLang's own code computes a prefill that is not plain text with plain attention, or that asks for log-probs, experts or
+hidden states of its tokens.
 
-S sequences and T tokens of the prefill, C of the sequences computed; V size of the vocabulary.
+S sequences and T tokens of the prefill; C sequences that are computed; V size of the vocabulary.
 """
 
 import logging
@@ -27,39 +27,39 @@ SEQUENCES = (
 )  # fmt: skip
 """Fields of SGLang's ``ForwardBatch`` with an entry per sequence: tensors [S] and lists."""
 TOKENS = ("input_ids", "positions", "out_cache_loc")
-"""Those with an entry per token, [T]."""
+"""Fields with an entry per token, [T]."""
 COUNTS = (
     "batch_size", "seq_lens_sum", "extend_num_tokens", "extend_start_loc", "global_num_token_non_padded_cpu",
 )  # fmt: skip
-"""Those that follow from the fields above."""
+"""Fields that follow from those above."""
 WHOLE = (
     "forward_mode", "capture_hidden_mode", "return_logprob", "sampling_info", "spec_algorithm", "is_extend_in_batch",
     "contains_last_prefill_chunk", "global_forward_mode", "kv_loc_plan", "out_cache_loc_is_physical",
     "extend_input_logprob_token_ids_gpu",
 )  # fmt: skip
-"""Those that hold for all sequences. Any further field must be at its default, or the prefill is SGLang's."""
+"""Fields that hold for all sequences. If any other field is not at its default, SGLang computes the prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     computed: list[int]
-    """C, the sequences that are computed, in their order."""
+    """The C sequences that are computed, in their order."""
     place_S: Tensor
-    """int64, of each sequence its own place in ``computed``, or that of its equal."""
+    """int64: for each sequence, its own place in ``computed``, or that of the equal sequence."""
     computed_tokens: Tensor
-    """int64, the tokens of the C sequences."""
+    """int64: the places of the C sequences' tokens in the prefill."""
     copied_tokens: Tensor
-    """int64, all other tokens, and beside them ``source_tokens``, of which each is a copy."""
+    """int64: the places of all other tokens. Each is a copy of the one in ``source_tokens``."""
     source_tokens: Tensor
 
 
 def find_equal(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[bytes]) -> Sharing | None:
-    """Equal sequences; None where there are none.
+    """Which sequences are equal; None if all differ.
 
     Args:
         token_ids: int [T], of all sequences one after another.
-        lengths: their tokens.
-        prefixes: of each what it continues, equal for those that continue the same.
+        lengths: number of tokens of each sequence.
+        prefixes: a key for what each sequence continues, equal for those that continue the same.
     """
     place_of: dict[tuple[bytes, bytes], int] = {}
     computed: list[int] = []
@@ -97,7 +97,7 @@ def register() -> None:
 
 
 def compute_equal_prompts_once(original: Callable, eager_runner, batch, pp_proxy_tensors=None):
-    """In place of a prefill by ``original``: of C sequences, answered for S."""
+    """Instead of a prefill by ``original``: computes C sequences, and returns the logits of S."""
     runner = eager_runner.model_runner
     sharing = None
     if pp_proxy_tensors is None and can_share(runner, batch):
@@ -111,13 +111,13 @@ def compute_equal_prompts_once(original: Callable, eager_runner, batch, pp_proxy
     pool = runner.token_to_kv_pool
     for layer in (*pool.k_buffer, *pool.v_buffer):
         layer.index_copy_(0, slots, layer.index_select(0, sources))
-    # [S, V]. A copy, since the sampler overwrites each sequence's logits.
+    # [S, V]. A copy, because the sampler overwrites each sequence's logits.
     output.next_token_logits = output.next_token_logits.index_select(0, sharing.place_S)
     return output
 
 
 def cached_prefixes(req_to_token: Tensor, batch) -> list[bytes]:
-    """Of each sequence the slots of its cached prefix, by which equal prefixes are known."""
+    """For each sequence, the slots of its cached prefix: equal slots mean equal prefixes."""
     lengths = batch.extend_prefix_lens_cpu
     if not any(lengths):
         return [b""] * len(lengths)
@@ -131,7 +131,7 @@ def _say_once() -> None:
 
 
 def can_share(runner, batch) -> bool:
-    """Whether all that this prefill asks for is a next token of each sequence, from tokens alone."""
+    """Whether this prefill only asks for a next token of each sequence, and its inputs are only tokens."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
@@ -151,7 +151,7 @@ def can_share(runner, batch) -> bool:
 
 
 def unknown_fields(batch) -> list[str]:
-    """Those outside the lists above that are not at their default, nor a list of nothing."""
+    """Fields outside the lists above that are neither at their default nor a list of None."""
     known = {*SEQUENCES, *TOKENS, *COUNTS, *WHOLE}
     return [
         field.name
@@ -167,7 +167,7 @@ def is_nothing(value: object, default: object) -> bool:
 
 
 def asks_for_prompt(batch) -> bool:
-    """Whether log-probs of a prompt's tokens are asked for."""
+    """Whether the prefill asks for log-probs of a prompt's tokens."""
     return any(
         start < length
         for start, length in zip(batch.extend_logprob_start_lens_cpu, batch.extend_seq_lens_cpu, strict=True)

@@ -1,7 +1,7 @@
-"""Where the learner's tensors belong in SGLang's parameters, asked of SGLang's own loader.
+"""Where the learner's tensors belong in SGLang's parameters, found by SGLang's own loader.
 
-It loads tensors without memory (on the meta device), and what it would copy is recorded. So fused, sharded and
-expert weights need no table here. Nothing is received here: ``tandem_weight_receiver.py``.
+The loader gets tensors without memory (on the meta device), and the copies that it would make are recorded. So fused,
+sharded and expert weights need no table here. Nothing is received here: see ``tandem_weight_receiver.py``.
 """
 
 import logging
@@ -25,31 +25,31 @@ class Sent:
 
     name: str
     dtype: torch.dtype
-    """In which it is loaded."""
+    """The dtype in which it is loaded."""
     shape: torch.Size
     packed: Packed | None = None
-    """How it comes; None: as numbers of ``dtype``."""
+    """The form in which it comes. None: as numbers of ``dtype``."""
 
     @classmethod
     def parse(cls, name: str, form: str, shape: Sequence[int]) -> "Sent":
-        """form: a dtype as ``bfloat16``, or a dtype and a grid as ``bfloat16/int8``. Raises ValueError."""
+        """form: a dtype like ``bfloat16``, or a dtype and a grid like ``bfloat16/int8``. Raises ValueError."""
         dtype, _, grid = form.partition("/")
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype) or (
             grid and (grid not in GRIDS or len(shape) != 2 or min(shape) < 1)
         ):
             raise ValueError(
-                f"{name} of shape {list(shape)} is announced as {form!r:.60}, which nothing can be"
+                f"{name} of shape {list(shape)} is announced as {form!r:.60}, a form that it cannot have"
             )
         return cls(name, kind, torch.Size(shape), Packed(GRIDS[grid], *shape) if grid else None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that come."""
+        """Bytes in the form in which it comes."""
         return self.shape.numel() * self.dtype.itemsize if self.packed is None else self.packed.nbytes
 
     def unpacked(self, flat: Tensor) -> Tensor:
-        """The whole tensor, of the uint8 [nbytes] that came; a view of them if it was not packed."""
+        """The whole tensor, from the uint8 [nbytes] that came; a view of them if it was not packed."""
         if self.packed is None:
             return flat.view(self.dtype).view(self.shape)
         whole = torch.empty(self.shape, dtype=self.dtype, device=flat.device)
@@ -59,12 +59,12 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of SGLang's loader."""
+    """One copy that SGLang's loader makes."""
 
     part: Tensor
     """View of a parameter."""
     source: Tensor
-    """View of the sent tensor, without memory: which part of it is copied."""
+    """View of the sent tensor, without memory: the part of it that is copied."""
 
     def is_whole(self, sent: Sent) -> bool:
         """Whether the parameter's part is, byte for byte, the tensor in its dtype."""
@@ -77,15 +77,15 @@ class Copy:
 
 
 class Memory:
-    """Memory on the CPU in which the rows of all buckets of a model come, some at a time."""
+    """Memory on the CPU that receives the rows of all buckets of a model, some rows at a time."""
 
     def __init__(self, size: int) -> None:
-        """size: bytes of the numbers of these rows."""
+        """size: bytes for the numbers of these rows."""
         self.numbers, self.packed = torch.empty(size, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         self.scales = self.packed
 
     def of_packed(self, scales: int, packed: int) -> tuple[Tensor, Tensor]:
-        """uint8 [scales] and uint8 [packed], apart. What was given before stays valid."""
+        """uint8 [scales] and uint8 [packed], separate. Tensors that were given before stay valid."""
         if len(self.scales) < scales:
             self.scales = torch.empty(scales, dtype=torch.uint8)
         if len(self.packed) < packed:
@@ -100,9 +100,9 @@ class Rows:
     memory: Tensor
     """uint8 [bytes], as they come."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()
-    """Parts of parameters, and the views of the numbers' memory that belong there."""
+    """Parts of parameters, each with the view of the numbers' memory that belongs there."""
     unpack: Callable[[], None] | None = None
-    """Makes numbers of ``memory``."""
+    """Unpacks ``memory`` into numbers."""
 
     def load(self) -> None:
         if self.unpack is not None:
@@ -112,8 +112,8 @@ class Rows:
 
 
 def split_rows(sent: Sent, copies: Sequence[Copy], memory: Memory) -> list[Rows] | None:
-    """All rows of a tensor (of a vector: its numbers), as many at a time as fit into ``memory``. None where one
-    does not fit, or where a copy does not take the same of one row after another."""
+    """All rows of a tensor (of a vector: its numbers), as many at a time as fit into ``memory``. None if one row does
+    not fit, or if a copy does not take the same columns of consecutive rows."""
     if not sent.nbytes or not sent.shape:
         return None
     num_rows, width = sent.shape[0], sent.shape[1:].numel()
@@ -142,7 +142,7 @@ def split_rows(sent: Sent, copies: Sequence[Copy], memory: Memory) -> list[Rows]
 
 
 def _is_by_rows(copy: Copy, width: int) -> bool:
-    """Whether it takes the same numbers of one row of the tensor after another."""
+    """Whether it takes the same columns of consecutive rows of the tensor."""
     source = copy.source
     extent = 1 + sum((n - 1) * step for n, step in zip(source.shape[1:], source.stride()[1:], strict=True))
     return (
@@ -156,10 +156,10 @@ def _is_by_rows(copy: Copy, width: int) -> bool:
 def _taken(
     copies: Sequence[Copy], numbers: Tensor, start: int, end: int, width: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """What each copy takes of the rows from ``start`` to ``end``, which are in ``numbers``."""
+    """The part of each copy that comes from the rows ``start`` to ``end``, which are in ``numbers``."""
     taken = []
     for copy in copies:
-        # The copy's first row is this one of the tensor.
+        # The copy's first row is row ``before`` of the tensor.
         before, column = divmod(int(copy.source.storage_offset()), width)
         first, last = max(start - before, 0), min(end - before, copy.source.shape[0])
         if first < last:
@@ -174,22 +174,22 @@ class Places:
     """What SGLang's loader would do with tensors."""
 
     copies: dict[str, list[Copy]] = field(default_factory=dict)
-    """By name of the sent tensor. Of other tensors SGLang's loader makes more than copies."""
+    """By name of the sent tensor. A tensor is missing if SGLang's loader does more than copy it."""
     filled: list[Tensor] = field(default_factory=list)
     """Parts of parameters that get a constant, such as padding."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records what would be copied from tensors on the meta device, and copies nothing."""
+    """Records the copies from tensors on the meta device instead of making them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.filled: list[Tensor] = []
         self.overwritten: set[int] = set()
-        """Sent tensors, by their memory, that the loader fills with a constant before it copies them."""
+        """Sent tensors, by their storage, that the loader fills with a constant before it copies them."""
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """By its memory: a tensor that others were joined to, row after row, and these."""
+        """By its storage: a tensor that is the concatenation of others by rows, and these others."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten.copy_.default and args[1].device.type == "meta" and args[0].device.type != "meta":
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(load_weights: Callable, tensors: Sequence[Sent]) -> Places:
-    """What ``load_weights`` would copy where. Tensors at which it fails without their content are left out."""
+    """The copies that ``load_weights`` would make. Tensors that it cannot load without their content are left out."""
     empty = {sent.name: torch.empty(sent.shape, dtype=sent.dtype, device="meta") for sent in tensors}
     try:
         with Recorder() as recorder:
@@ -230,7 +230,7 @@ def record(load_weights: Callable, tensors: Sequence[Sent]) -> Places:
     places = Places({name: [] for name in kept}, recorder.filled)
     for part, source in recorder.copies:
         name = name_of.get(source.untyped_storage()._cdata)
-        if name is None:  # computed from sent tensors; from which is unknown
+        if name is None:  # computed from sent tensors, and from which of them is unknown
             return Places()
         if name not in kept:  # SGLang loads it itself
             continue
@@ -244,7 +244,7 @@ def lies_behind(one: Tensor, other: Tensor) -> bool:
 
 
 def left_out(parameters: Mapping[str, Tensor], parts: Sequence[Tensor]) -> str | None:
-    """Names the parameters that ``parts`` do not cover, counted in elements."""
+    """A message that names the parameters that ``parts`` do not cover, counted in elements; None if there are none."""
     covered: dict[int, int] = {}
     for part in {(p.data_ptr(), p.shape, p.stride()): p for p in parts}.values():
         storage = part.untyped_storage().data_ptr()

@@ -1,14 +1,14 @@
-"""An import of transformers without work that nobody asks for, in CPU servers and the sample role: 0.5 to 0.8 CPU seconds less.
+"""An import of transformers without unneeded work, in CPU servers and the sample role: 0.5 to 0.8 CPU seconds less.
 
 While it is imported, transformers
 
-- reads the 1600 files of its models for the names that they export, line by line, and does so twice: of their 500 folders
-  its cache holds 128;
-- reads the lists of files of all installed distributions, for those that are not called as their package is. Without the
-  lists it asks a package itself for its version. It also takes flash-attn for missing then, which nothing here uses;
-- imports SciPy where it is installed, which losses of object detection need.
+- reads the 1600 files of its models line by line for the names that they export. It does so twice, because its cache holds
+  128 of their 500 folders;
+- reads the file lists of all installed distributions, to find those whose name is not their package's. Without the lists it
+  asks a package itself for its version. It then takes flash-attn for missing, which nothing here uses;
+- imports SciPy if it is installed, which losses of object detection need.
 
-Its own functions do the work that is left, and another version that has no such functions is imported as it is.
+Transformers' own functions do the remaining work. A version without these functions is imported as it is.
 """
 
 import functools
@@ -24,7 +24,7 @@ MODULE = "transformers.utils.import_utils"
 
 
 def spare_work() -> None:
-    """For an import of transformers that is still to come, in this process."""
+    """To be called before this process imports transformers."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -51,6 +51,6 @@ class _Loader(SourceFileLoader):
 def _mend(module: Any) -> None:
     names_in, names_of_folder = module.fetch__all__, module.create_import_structure_from_path.__wrapped__
     module.create_import_structure_from_path = functools.cache(names_of_folder)
-    # It looks at each line, and takes the last one that begins so.
+    # The function looks at each line, and uses the last one that begins like this.
     module.fetch__all__ = lambda text: names_in(text[text.rfind("\n__all__") + 1 :])
     module.is_scipy_available = lambda: False

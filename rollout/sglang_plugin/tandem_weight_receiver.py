@@ -1,17 +1,17 @@
 """Receives the learner's weights in SGLang's parameters.
 
 SGLang's own path takes a request per broadcast, receives into new memory and loads from there. Here one request
-announces a whole transfer (``tandem_weight_transfer``), whose buckets come by broadcasts, or are copied out of the
-learner's memory. A bucket whose tensors are, one after another, the whole of a contiguous part of a parameter
+announces a whole transfer (``tandem_weight_transfer``). Its buckets come by broadcasts, or are copied out of the
+learner's memory. If the tensors of a bucket, one after another, are exactly a contiguous part of a parameter, the bucket
 is received there. All others go through memory that is kept: a few rows at a time, which stay in a core's cache, or
 else the whole bucket. Matrices that the learner has rounded come packed (``numerics/grids.py``), and are unpacked from
-there to where they belong.
+this memory to where they belong.
 
-Where a tensor belongs is asked of SGLang's own loader (``tandem_tensor_places``). Tensors whose loading is no plain copy
-are loaded by SGLang.
+SGLang's own loader tells where a tensor belongs (``tandem_tensor_places``). If loading a tensor is more than a copy,
+SGLang loads it.
 
-Every bucket is hashed as it came where it was received, in the parameter if it went there. The learner sends its hashes
-last. A difference fails the request, and so does a parameter that no transfer of the update has filled.
+Every bucket is hashed as it came, in the place where it was received, which may be the parameter. The learner sends its
+hashes last. A difference fails the request, and so does a parameter that no transfer of the update has filled.
 """
 
 import logging
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 RECEIVER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 LOOK_S = 1.0
-"""Interval of looks, while a broadcast is waited for, at whether the learner has given it up."""
+"""While this process waits for a broadcast: the interval at which it checks whether the learner has given it up."""
 
 
 def register() -> None:
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def answer_the_question(original, manager, request):
-    """Names the protocol to whoever asks for it, and whether experts are captured; other requests are SGLang's."""
+    """Answers a request for the protocol with its name, and whether experts are captured. Other requests are SGLang's."""
     if request.load_format != QUESTION:
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
@@ -67,8 +67,8 @@ def answer_the_question(original, manager, request):
 
 
 def receive(original, updater, *, names, dtypes, shapes, group_name, load_format=None):
-    """``WeightUpdater.receive_weights_from_distributed``. SGLang loads what it returns: nothing, after a transfer
-    of Tandem's."""
+    """``WeightUpdater.receive_weights_from_distributed``. SGLang loads what it returns, which is nothing after a
+    transfer of Tandem's."""
     announced = Announcement.parse(load_format)
     if announced is None:
         return original(
@@ -96,12 +96,12 @@ def receive_broadcasts(
     groups: dict[str, dist.ProcessGroup],
     group_name: str,
 ) -> str | None:
-    """What failed: also where the learner is gone, of which every rank must hear. The group is lost then."""
+    """What failed, such as that the learner is gone: every rank must hear of that. The group is lost then."""
     try:
         return receiver.receive(tensors, announced, Broadcasts(groups[group_name]))
     except RuntimeError as error:
         group = groups.pop(group_name)
-        # NCCL shows the others nothing of a rank that has left, such as one out of memory, and they would wait for it.
+        # NCCL does not show the other ranks that this one has left, for example out of memory: they would wait for it.
         with suppress(dist.DistError):  # the store is the learner's, which may be gone
             _get_process_group_store(group).set(GIVEN_UP, "")
         leave_behind(group)
@@ -109,8 +109,8 @@ def receive_broadcasts(
 
 
 def leave(original, updater, group_name):
-    """``WeightUpdater.destroy_weights_update_group``. NCCL's ranks of one node wait for each other there, but not for
-    one that has aborted or is gone."""
+    """``WeightUpdater.destroy_weights_update_group``. There NCCL's ranks of one node wait for each other. A group that
+    was given up is left without that wait, because a rank may have aborted or be gone."""
     group = updater._model_update_group.get(group_name)
     if group is None or dist.get_backend(group) != "nccl" or not is_given_up(group):
         return original(updater, group_name)
@@ -119,7 +119,7 @@ def leave(original, updater, group_name):
 
 
 def is_given_up(group: dist.ProcessGroup) -> bool:
-    """Whether the learner or a server's rank has given up what is sent in the group, or the learner is gone, and its
+    """Whether the learner or a server's rank has given up the transfer in this group, or the learner is gone, and its
     store with it."""
     try:
         return _get_process_group_store(group).check([GIVEN_UP])
@@ -128,8 +128,8 @@ def is_given_up(group: dist.ProcessGroup) -> bool:
 
 
 def leave_behind(group: dist.ProcessGroup) -> None:
-    """Leave a group in which broadcasts may be under way that never end. Those of NCCL are ended. gloo's threads stay in
-    theirs, and the group with them, since its end would wait for them."""
+    """Leave a group in which broadcasts may be under way that never end. Broadcasts of NCCL are aborted. gloo's threads
+    stay in theirs, and the group is kept, because its end would wait for these threads."""
     _LEFT_BEHIND.append(group)
     _abort_process_group(group)
 
@@ -140,7 +140,7 @@ _LEFT_BEHIND: list[dist.ProcessGroup] = []
 def receive_from_memory(
     receiver: "Receiver", tensors: Sequence["Sent"], announced: Announcement, meeting: Meeting
 ) -> str | None:
-    """What failed: also where the learner is gone, of which every rank must hear."""
+    """What failed, such as that the learner is gone: every rank must hear of that."""
     try:
         receiving = Receiving(meeting)
         try:
@@ -153,10 +153,10 @@ def receive_from_memory(
 
 
 class Broadcasts:
-    """Buckets that come by broadcasts in a process group, a second one behind the one that is received.
+    """Buckets that come by broadcasts in a process group. While one is received, the next is begun already.
 
-    Where the learner or another server is gone, a broadcast of NCCL never ends, and one of gloo does not if the connection
-    ended in the middle of it. So the host waits for each, and looks meanwhile whether the learner is still there.
+    If the learner or another server is gone, a broadcast of NCCL never ends, and one of gloo does not if the connection
+    ended in the middle of it. So the host waits for each, and meanwhile checks whether the learner is still there.
     """
 
     num_begun = 2
@@ -165,8 +165,8 @@ class Broadcasts:
         self._group = group
 
     def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:
-        """Begin to receive the next bucket in uint8 ``flat``. What is returned waits for its end, and gives its hash; it
-        raises RuntimeError where it cannot come."""
+        """Begin to receive the next bucket in uint8 ``flat``. The returned function waits for its end, and gives its hash.
+        It raises RuntimeError if the bucket cannot come."""
         wait = self._begin(flat)
 
         def end() -> Tensor:
@@ -191,11 +191,11 @@ class Broadcasts:
         return wait
 
     def _has_ended(self, work: dist.Work) -> bool:
-        """Whether it ends within ``LOOK_S``."""
+        """Whether the broadcast ends within ``LOOK_S``."""
         if work.is_completed():
             return True
         if dist.get_backend(self._group) == "gloo":
-            with suppress(RuntimeError):  # also when the time is over
+            with suppress(RuntimeError):  # also raised at the end of the time
                 work.wait(timedelta(seconds=LOOK_S))
         else:  # a timed wait for NCCL would end its communicator
             deadline = time.monotonic() + LOOK_S
@@ -205,7 +205,7 @@ class Broadcasts:
 
 
 class FromMemory:
-    """Buckets that are copied out of the learner's memory. Nothing is copied before its end is waited for."""
+    """Buckets that are copied out of the learner's memory. A bucket is copied only when the caller waits for its end."""
 
     num_begun = 1
 
@@ -214,7 +214,7 @@ class FromMemory:
         self._staged: Tensor | None = None
 
     def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:
-        """As of ``Broadcasts``."""
+        """See ``Broadcasts.begin``."""
 
         def end() -> Tensor:
             running = RunningHash(flat, kind)
@@ -224,7 +224,7 @@ class FromMemory:
         return end
 
     def begin_rows(self, rows: Sequence["Rows"], kind: str) -> Callable[[], Tensor]:
-        """As ``begin``, for a bucket that is loaded as it comes."""
+        """As ``begin``, for a bucket whose rows are loaded while they come."""
 
         def end() -> Tensor:
             running, due = RunningHash(rows[0].memory, kind), iter(rows)
@@ -254,7 +254,7 @@ class FromMemory:
 
 
 def everywhere(failure: str | None, group: dist.ProcessGroup) -> list[str | None]:
-    """The failures of all tensor-parallel ranks, of which only the first answers requests."""
+    """The failures of all tensor-parallel ranks, because only the first rank answers requests."""
     failures: list[str | None] = [failure] * dist.get_world_size(group)
     if len(failures) > 1:
         dist.all_gather_object(failures, failure and f"rank {dist.get_rank(group)}: {failure}", group=group)
@@ -285,7 +285,7 @@ class Receiver:
         self._rows: Memory | None = None
         self._landings: dict[tuple[Sent, ...], Tensor | list[Rows] | None] = {}
         self._complete: set[str] | None = None
-        """Tensors of an update that filled every parameter."""
+        """Names of the tensors of an update that filled every parameter."""
 
     @torch.no_grad()
     def receive(
@@ -304,7 +304,7 @@ class Receiver:
             return None if load is None else load()
 
         pieces, kind = list(split(tensors, announced.counts)), announced.hash_kind
-        # The other hash needs all bytes of a bucket at once.
+        # The hash of other devices needs all bytes of a bucket at once.
         can_split = self._device.type == "cpu" and kind == "xxh3"
         memory = way if isinstance(way, FromMemory) and can_split else None
         for number, piece in enumerate(pieces):
@@ -337,8 +337,8 @@ class Receiver:
         return self._left_out() if announced.is_whole else None
 
     def _derive(self) -> None:
-        """What SGLang's loader computes of weights: at its end, such as the factors of latent attention's keys and values, and
-        1 + weight of norms."""
+        """Compute again what SGLang's loader derives from weights: at its end, such as the factors of latent attention's keys
+        and values, and 1 + weight of norms."""
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
         for module in self._model.modules():
@@ -346,7 +346,7 @@ class Receiver:
                 module.refresh_gemma_weight()
 
     def _look_up(self, tensors: Sequence[Sent]) -> str | None:
-        """Record where tensors go that were not asked for before, or whose parameters have moved."""
+        """Record the places of tensors that were not looked up before, or whose parameters have moved. Returns what failed."""
         layout = tuple((name, p.data_ptr(), p.shape) for name, p in self._model.named_parameters())
         if layout != self._layout:
             self._layout, self._places, self._asked = layout, Places(), set()
@@ -366,7 +366,7 @@ class Receiver:
         return f"no parameter takes any of the sent tensors, such as {lost[0]}"
 
     def _record(self, tensors: Sequence[Sent]) -> Places:
-        """``record``, or nothing where the loader does not copy into parameters but puts tensors in their place."""
+        """``record``; nothing if the loader replaces parameters by other tensors instead of copying into them."""
         before = [(parameter, parameter.data) for parameter in self._model.parameters()]
         found = record(self._model.load_weights, tensors)
         replaced = [p for p, data in before if (p.device, p.data_ptr()) != (data.device, data.data_ptr())]
@@ -377,8 +377,8 @@ class Receiver:
         return Places()
 
     def _landing_of(self, piece: Sequence[Sent]) -> Tensor | list[Rows] | None:
-        """Where a bucket is received: in a parameter, by rows, or, for None, as a whole in memory that is kept. Asked
-        once, since it takes longer than the copy of a small bucket."""
+        """Where a bucket is received: in a parameter, by rows, or, for None, as a whole in memory that is kept. Looked up
+        once per bucket, because the look takes longer than the copy of a small bucket."""
         key = tuple(piece)
         if key not in self._landings:
             there = self._place_of(piece)
@@ -386,8 +386,8 @@ class Receiver:
         return self._landings[key]
 
     def _place_of(self, piece: Sequence[Sent]) -> Tensor | None:
-        """The bytes of the parameter that a bucket can be received in: its tensors' parts lie there whole, one
-        after another."""
+        """The bytes of the parameter in which a bucket can be received: the parts of its tensors lie there whole, one
+        after another. None: there are none."""
         parts: list[Tensor] = []
         for sent in piece:
             copies = self._places.copies.get(sent.name, ())
@@ -401,7 +401,7 @@ class Receiver:
         return flat.view(torch.uint8)
 
     def _rows_of(self, piece: Sequence[Sent]) -> list[Rows] | None:
-        """The rows of a bucket in their order; None where it must be received as a whole."""
+        """The rows of a bucket in their order; None if it must be received as a whole."""
         if self._device.type != "cpu":
             return None
         if self._rows is None:
@@ -442,7 +442,7 @@ class Receiver:
         return None
 
     def _left_out(self) -> str | None:
-        """After the last transfer of an update: what it left out, if every tensor's place is known."""
+        """After the last transfer of an update, if every tensor's place is known: a message of the parameters it left out."""
         received, self._received = self._received, set()
         if received == self._complete or not all(name in self._places.copies for name in received):
             return None

@@ -1,7 +1,7 @@
-"""What the learner's sender and the receiver in the servers agree on. No SGLang here: both sides import it.
+"""The protocol between the learner's sender and the receiver in the servers. No SGLang here: both sides import this file.
 
 A transfer is one request that announces all tensors of a pipeline stage in buckets, then bucket after bucket, then
-the 64-bit hashes of all buckets. They come by a broadcast each, or, on one machine, out of the learner's memory
+the 64-bit hashes of all buckets. Each comes by a broadcast or, on one machine, out of the learner's memory
 (``tandem_process_memory.py``).
 """
 
@@ -18,7 +18,7 @@ PROTOCOL = "tandem-transfer-4"
 QUESTION = "tandem-transfer?"
 """The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it."""
 GIVEN_UP = "tandem-given-up"
-"""The key that the learner sets in the store of a transfer group where it gives a transfer by broadcasts up."""
+"""The key that the learner sets in the store of a transfer group if it gives up a transfer by broadcasts."""
 WORDS = 2**20
 """8-byte words that ``multiply_sum`` takes at a time."""
 MULTIPLIER = 6364136223846793005
@@ -26,15 +26,15 @@ MULTIPLIER = 6364136223846793005
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The part of a request that SGLang's own fields have no place for."""
+    """The part of a request that does not fit into SGLang's own fields."""
 
     hash_kind: str
     counts: tuple[int, ...]
     """Tensors in each bucket."""
     is_whole: bool
-    """With the transfers before it, this one completes the model."""
+    """Whether this transfer, with those before it, completes the model."""
     meeting: tuple[str, int] | None = None
-    """Name and timeout_s of the ``Meeting`` with a sender whose memory is read; None: a broadcast for each bucket."""
+    """Name and timeout_s of the ``Meeting`` with a sender whose memory is read. None: a broadcast for each bucket."""
 
     def load_format(self) -> str:
         extent, counts = "whole" if self.is_whole else "part", ",".join(map(str, self.counts))
@@ -43,7 +43,7 @@ class Announcement:
 
     @classmethod
     def parse(cls, load_format: str | None) -> "Announcement | None":
-        """None for a load format of SGLang's own. Raises ValueError for another version, or a broken text."""
+        """None for one of SGLang's own load formats. Raises ValueError for another version, or a broken text."""
         protocol, *fields = (load_format or "").split(":")
         if not protocol.startswith("tandem"):
             return None
@@ -58,17 +58,17 @@ class Announcement:
 
 
 def hash_kind(device: torch.device) -> str:
-    """The hash for bytes on a device: of the CPU's, XXH3 is the fastest; elsewhere torch computes in place."""
+    """The hash for bytes on a device: on a CPU XXH3, the fastest there; elsewhere one that torch computes on the device."""
     return "xxh3" if device.type == "cpu" else "multiply-sum"
 
 
 def weight_hash(flat: Tensor, kind: str) -> Tensor:
-    """The 64-bit hash of uint8 ``flat`` [n], contiguous, as int64 [] on its device; nothing waits for a GPU."""
+    """The 64-bit hash of uint8 ``flat`` [n], contiguous, as int64 [] on its device. The host does not wait for a GPU."""
     return HASHES[kind](flat)
 
 
 class RunningHash:
-    """``weight_hash`` of uint8 ``flat``, whose parts come one after another: XXH3 takes each while it is in the cache."""
+    """``weight_hash`` of uint8 ``flat``, whose parts come one after another. XXH3 reads each part while it is in the cache."""
 
     def __init__(self, flat: Tensor, kind: str) -> None:
         self._flat, self._kind = flat, kind
@@ -87,24 +87,24 @@ class RunningHash:
 
 
 def xxh3(flat: Tensor) -> Tensor:
-    """XXH3 with 64 bits (Collet). A change goes unseen with a chance of about 2^-64."""
+    """XXH3 with 64 bits (Collet). It misses a change with a probability of about 2^-64."""
     here = flat.cpu()
     return torch.tensor(_as_int64(xxhash.xxh3_64_intdigest(_memory_of(here))), device=flat.device)
 
 
 def _memory_of(here: Tensor) -> ctypes.Array:
-    """The bytes of a tensor in this process's memory, while it lives. ``numpy`` would forbid torch to resize its storage, which
-    is a weight's own where it is sent as it is; an offloaded learner gives it back."""
+    """The bytes of a tensor in this process's memory, valid while the tensor lives. A ``numpy`` view would forbid torch to
+    resize the storage. That storage may be a weight's own, which an offloaded learner gives back."""
     assert here.dtype == torch.uint8 and here.is_contiguous()
     return (ctypes.c_ubyte * here.numel()).from_address(here.data_ptr())
 
 
 def multiply_sum(flat: Tensor) -> Tensor:
-    """sum_i k_(i mod W) m^(i div W) x_i mod 2^64 over the 8-byte words x_i of the bytes, zeros behind the last,
-    plus the number of bytes times m.
+    """sum_i k_(i mod W) m^(i div W) x_i mod 2^64 over the 8-byte words x_i of the bytes, padded with zeros, plus
+    the number of bytes times m.
 
-    W is ``WORDS``. All k are odd and pseudo-random, and m is odd: a change within one word always changes the
-    sum. Other changes go unseen with a chance of about 2^-64.
+    W is ``WORDS``, m is ``MULTIPLIER``. All k are odd and pseudo-random, and m is odd: a change within one word
+    always changes the sum. It misses other changes with a probability of about 2^-64.
     """
     size = flat.numel()
     if size % 8 or flat.storage_offset() % 8 or flat.data_ptr() % 8:

@@ -570,7 +570,7 @@ TABLE = {
     ),
     "judge with a pattern of two groups": Broken(
         text=yaml.safe_dump(BASE | {"reward": JUDGE | {"score_pattern": "(a)(b)"}}), field="reward.score_pattern", value="(a)(b)",
-        error="has 2 groups", fix="put the score alone into ( )",
+        error="has 2 groups", fix="put only the score into ( )",
     ),
     "code without rows": Broken(
         options="reward={type: code}", field="reward.type, task.type", value="code", error="task.type=countdown has none",
@@ -793,7 +793,7 @@ TABLE = {
     ),
     "aligned numerics on CUDA": Broken(
         options="--dry-run --gpu-memory 80 model.numerics=aligned", field="model.numerics", value="aligned",
-        error="is of CPU kernels, and this run is for GPUs", fix="set model.numerics=default",
+        error="works only with CPU kernels, and this run is for GPUs", fix="set model.numerics=default",
     ),
     "aligned numerics of a warm start": Broken(
         command="sft", text=SFT, options="model.numerics=aligned", field="model.numerics", value="aligned",
@@ -856,7 +856,7 @@ TABLE = {
     ),
     "a split state": Broken(
         options="model.path=recurrent layout={cp: 2}", field="layout.cp", value="2",
-        error="the state of recurrent layers goes through in turn", fix="use cp=1",
+        error="recurrent layers need their tokens in order", fix="use cp=1",
     ),
     "more ranks than key heads": Broken(
         options="model.path=recurrent layout={tp: 4}", field="layout.tp", value="4",
@@ -1242,7 +1242,7 @@ def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     ("written", "fix"),
     [
         (["--steps", "3"], "--steps: no such option; write steps=VALUE, without dashes"),
-        (["--config", "run.yaml"], "--config: no such option; the file is named alone"),
+        (["--config", "run.yaml"], "--config: no such option; write the file without an option"),
         (
             ["--record-batches=all"],
             "--record-batches: no such option; write record_batches=all, without dashes",

@@ -678,12 +678,12 @@ VERL_ERRORS = [
         "not one of the choices",
         "choices: ppo_clip, reinforce",
     ),
-    ({"loss_type": "reinforce"}, "loss_type", "reinforce", "in bypass mode alone", "set bypass_mode: true"),
+    ({"loss_type": "reinforce"}, "loss_type", "reinforce", "only in bypass mode", "set bypass_mode: true"),
     (
         {"use_policy_gradient": True},
         "use_policy_gradient",
         "true",
-        "in bypass mode alone",
+        "only in bypass mode",
         "objective.type: policy_gradient",
     ),
     (
@@ -760,7 +760,7 @@ VERL_ERRORS = [
         {"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2.0"},
         "rollout_rs_threshold",
         "0.5_2.0",
-        "upper bound alone",
+        "only an upper bound",
         "2.0",
     ),
     (
@@ -774,7 +774,7 @@ VERL_ERRORS = [
         {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.5},
         "rollout_rs_threshold_lower",
         "0.5",
-        "goes with the older rules (token, sequence, geometric)",
+        "goes only with the older rules (token, sequence, geometric)",
         '"0.5_2.0"',
     ),
     (

@@ -158,7 +158,7 @@ def test_a_missing_model_of_a_recipe_is_fetched_by_the_command_of_its_comment(mo
         assert command.startswith("hf download ") and command.endswith(f"/{path.name} --local-dir {path}"), (
             recipe
         )
-        assert fix_model_path(path) == f"nothing is downloaded by itself: `{command}`"
+        assert fix_model_path(path) == f"nothing is downloaded automatically: `{command}`"
         named.add(path.name)
     assert named == set(HUB_NAMES)
 

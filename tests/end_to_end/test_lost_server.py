@@ -41,7 +41,7 @@ def test_servers_and_the_sample_role_may_end_and_come_back_as_often_as_allowed_a
     assert {step["sync/servers"] for step in while_one_was_lost} == {1, 2}
     assert all(step["episode/turns_mean"] == 2 for step in steps_of(tmp_path)), "a random model tries twice"
     said = run.console.read_text()
-    assert "the sample role ended with signal SIGKILL" in said and "a successor goes on" in said
+    assert "the sample role ended with signal SIGKILL" in said and "its successor continues" in said
     stopped = rf"\(pid {victim.pid}\) had been stopped \(SIGSTOP\) for 1 s, and was killed"
     ended = rf"(?s){stopped}.*replica \d \(pid {victim.pid}\) was killed by SIGKILL"
     assert "role ended with" in said and re.search(ended, said), said

@@ -134,12 +134,12 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
         monkeypatch.setattr(module, "gpus_here", lambda: 2)
     monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
     file = config_file(tmp_path, model)
-    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 for the learner .* but 2 are visible"):
         training.train(file, ["layout.dp=2", "launch.placement=separate"])
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         training.evaluate(file, ["rollout.replicas=3"])
     with pytest.raises(
-        checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"
+        checks.BadInput, match="--rollout: 4 GPUs are needed, 2 for the learner or other servers"
     ):
         studies.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
     with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
@@ -299,7 +299,7 @@ def test_an_interrupted_run_says_what_it_saved_and_how_it_goes_on(
     go_on = f"tandem resume {run}" if saved else f"tandem train {run}/config.yaml"
     assert str(ended.value).startswith("interrupted; every process of the run has ended. ")
     assert str(ended.value).endswith(f"`{go_on}`") and ("Saved: step 2" in str(ended.value)) == saved
-    assert "goes on from" not in capsys.readouterr().out
+    assert "continues from" not in capsys.readouterr().out
     if saved:
         monkeypatch.setattr(training, "start_sampling", interrupt)
         monkeypatch.setattr(start, "_claimed", lambda folder: folder)  # the error above keeps the lock

@@ -486,7 +486,7 @@ def test_a_key_that_is_missing_is_refused(monkeypatch, value, message):
         ({"prompt": "{prompt}"}, "leaves out the response"),
         ({"prompt": '{response} {"score": 1}'}, "a literal brace is written twice"),
         ({"prompt": "{response} }"}, "'{response} }' cannot be filled in"),
-        ({"score_pattern": "Score: 1"}, "has 0 groups; put the score alone"),
+        ({"score_pattern": "Score: 1"}, "has 0 groups; put only the score"),
         ({"score_pattern": "((a)"}, "is no regular expression"),
         ({"score_range": [1, 1]}, "is empty; write"),
         ({"score_range": [0, float("inf")]}, "finite number"),

@@ -213,8 +213,8 @@ def test_a_response_that_the_template_hides_or_rewrites_is_refused():
     body = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
     calls = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
     for template, message in (
-        (body, "leaves out the response, or its calls of tools"),
-        ("{{ messages | length }}" + body + calls, "renders the prompt otherwise where a response follows"),
+        (body, "leaves out the response, or its tool calls"),
+        ("{{ messages | length }}" + body + calls, "renders the prompt differently if a response follows"),
     ):
         with pytest.raises(ValueError, match=message):
             encode_response(chat_tokenizer(template=template), "2 + 2?", response, [0])
@@ -337,10 +337,10 @@ CHATML_TOKENS = MARKED.replace("{% generation %}", "").replace("{% endgeneration
 @pytest.mark.parametrize(
     ("template", "answer", "message"),
     [
-        (template_of("qwen3"), "4", r"writes '.*assistant\\n<think>.*' where it is the last one, and '.*assistant\\n4<.*' where others"),
+        (template_of("qwen3"), "4", r"writes '.*assistant\\n<think>.*' if it is the last one, and '.*assistant\\n4<.*' if others"),
         (template_of("qwen3"), "<think>\nTwo.\n</think>\n\n4", r"assistant\\n4<\|im_end\|>.*; use a template that keeps earlier turns"),
-        ("{{ messages[-1].role }}" + CHATML_TOKENS, "4", "renders the prompt otherwise where a response follows"),
-        ("{{ messages | length > 2 }}" + CHATML_TOKENS, "4", r"writes 'False.*' where it is the last one, and 'True"),
+        ("{{ messages[-1].role }}" + CHATML_TOKENS, "4", "renders the prompt differently if a response follows"),
+        ("{{ messages | length > 2 }}" + CHATML_TOKENS, "4", r"writes 'False.*' if it is the last one, and 'True"),
         (CHATML_TOKENS.replace("m.content }}", "m.content | trim if loop.last else m.content }}"), "4 ", "writes '.*4<.*4 <"),
         (CHATML_TOKENS, "\n4", r"assistant\\n' and '\\n4<\|im_end\|>' become other tokens together than apart"),
         (CHATML_TOKENS.replace("<|im_end|>", "</s>"), "4", r"none of the model's end tokens \(<\|im_end\|>\); add its own to eos"),

@@ -78,5 +78,5 @@ def test_a_broken_advantage_or_weight_is_refused(part, name, message):
 
 
 def test_settings_cannot_replace_what_is_given():
-    with pytest.raises(ValueError, match="settings hold mask_T, which Tandem gives itself; rename it"):
+    with pytest.raises(ValueError, match="settings hold mask_T, which Tandem itself passes; rename it"):
         tried(OBJECTIVE, "gspo", **CLIP, mask_T=1)

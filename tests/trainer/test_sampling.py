@@ -116,7 +116,7 @@ def test_ranks_that_wait_send_weights_together_and_a_successor_gets_the_position
     assert first["sent"] == second["sent"] == 2
     # Two successors before the first groups, of the start; one before the second, of the position then.
     assert first["done"] == [None, None, "groups 3", 7, "groups 3"] and second["done"] == []
-    assert len(first["said"]) == 3 and "a successor goes on" in first["said"][0] and not second["said"]
+    assert len(first["said"]) == 3 and "its successor continues" in first["said"][0] and not second["said"]
     assert (first["resumed"], second["resumed"]) == (([3, 3, "groups 3"], 1), ([], 1))
 
 
@@ -125,6 +125,6 @@ def test_a_successor_that_comes_before_the_first_request_begins_at_the_checkpoin
     sampler = SharedSampler(role, role_start_s=1.0, say=said.append)
     sampler.load_state({"position": 5})
     assert role.done == [5] and sampler.state() == {"position": 5}
-    assert said == ["lost at the start; a successor goes on"]
+    assert said == ["lost at the start; its successor continues"]
     with pytest.raises(SampleRoleLost):
         SharedSampler(Role(["lost at the start"], successors=0)).load_state(None)

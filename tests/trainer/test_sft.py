@@ -216,7 +216,7 @@ def test_a_conversation_of_which_the_template_rewrites_a_turn_is_named(model, tm
     data = conversations(tmp_path / "a.jsonl", *answers, learned_turns="all")
     with pytest.raises(
         ValueError,
-        match=r"a\.jsonl:line 3: message 2, .* writes '5\*4=20<eos>' where it is the last one, and '5\*4=2<eos>",
+        match=r"a\.jsonl:line 3: message 2, .* writes '5\*4=20<eos>' if it is the last one, and '5\*4=2<eos>",
     ):
         load_examples(sft_config(folder, data=data))
     assert len(load_examples(sft_config(folder, data=conversations(tmp_path / "a.jsonl", *answers)))) == 3

@@ -262,7 +262,7 @@ def gae(
     V and A are 0 after a sequence's last response token: a response that was cut off at its length limit is
     not bootstrapped. Advantages plus values are the returns that the critic learns from.
 
-    Source: Schulman et al. 2016 (arXiv 1506.02438). Differs from it: time counts response tokens alone, so
+    Source: Schulman et al. 2016 (arXiv 1506.02438). Differs from it: time counts only response tokens, so
     gamma and lam skip the tokens between them.
     """
     left_N = _tokens_left(mask_T, cu_seqlens)

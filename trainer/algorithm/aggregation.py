@@ -96,7 +96,7 @@ def aggregation_weights(
         weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
     if in_part > in_all:
         raise ValueError(
-            f"{counts} is not global: {mode} finds {in_part} in this part alone; sum GlobalCounts over all ranks and parts"
+            f"{counts} is not global: {mode} finds {in_part} in this part only; sum GlobalCounts over all ranks and parts"
         )
     weights = weights.to(torch.float32)
     return torch.where(response_mask_T, spread(weights, cu_seqlens) if weights.dim() else weights, 0.0)

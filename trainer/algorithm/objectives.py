@@ -90,7 +90,7 @@ def gspo(
 
     With n the tokens of sequence i that are on the mask [T], summed over them,
         s_i = exp((1/n) sum_t log r_t)                                log s_i bounded from above by GSPO_LOG_BOUND
-        s_t = sg[s_i] pi_current,t / sg[pi_current,t]                 the value of s_i, a gradient to each token alone
+        s_t = sg[s_i] pi_current,t / sg[pi_current,t]                 the value of s_i, a gradient to this token only
         loss = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t).
     If A is constant in a sequence, the mean over its tokens has the value and gradient of the sequence form
     in s_i. Meant for ``sequence_mean_token_mean``.

@@ -173,7 +173,7 @@ def _correct_here(
     averaging: Averaging,
 ) -> tuple[Tensor, Tensor, dict[str, Metric], Counted | None]:
     """Importance weights from current, ``aggregation_T`` without the rejected tokens, metrics, and counts if
-    the mean is over kept tokens alone."""
+    the mean is only over kept tokens."""
     corrected = correct_current(batch, current_T, correction)
     metrics = dict(corrected.metrics)
     if not correction.rejects_from_mean:

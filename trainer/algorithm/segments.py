@@ -1,6 +1,6 @@
 """Sums and extremes per sequence of packed tokens, and back to tokens.
 
-``_N`` runs over the valid tokens alone, end to end: packed tokens without a mask. All functions are
+``_N`` runs over only the valid tokens, end to end: packed tokens without a mask. All functions are
 differentiable in ``x_T`` or ``x_S`` and never mix sequences, so a sequence's result does not depend on its
 batch.
 

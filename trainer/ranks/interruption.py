@@ -1,7 +1,7 @@
 """Interruptions end a run between two steps, on all ranks together.
 
 Every rank raises one at the same place, with weights, optimizer and data position as the last complete step
-left them, so a checkpoint of that step may follow. Any other error is of one rank alone: it ends the run at
+left them, so a checkpoint of that step may follow. Any other error belongs to one rank: it ends the run at
 once, and nothing is written.
 """
 

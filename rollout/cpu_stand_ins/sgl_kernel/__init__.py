@@ -1,9 +1,8 @@
 """Import-only stand-in for SGLang's kernel package in server processes on machines without CUDA.
 
-SGLang imports nine functions by name on CPU, and only speculative decoding calls them. No operator is
+On CPU SGLang imports nine functions by name, and only speculative decoding calls them. No operator is
 registered under ``torch.ops.sgl_kernel``, so SGLang finds no AMX support and takes its pure-torch path in
-every layer.
-This folder is on the server's PYTHONPATH only.
+every layer. This folder is only on the server's PYTHONPATH.
 """
 
 from collections.abc import Callable

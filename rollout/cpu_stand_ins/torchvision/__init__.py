@@ -1,9 +1,9 @@
 """Import-only stand-in for torchvision in SGLang server processes on machines without CUDA.
 
-SGLang's multimodal modules and transformers' image modules name torchvision while they are imported; a text
-model never calls it, and its published wheel is linked against CUDA. Every ``torchvision.x.y`` imports as an
-empty module here, and every attribute of it is an inert class that cannot be instantiated. This folder is on
-the server's PYTHONPATH only.
+SGLang's multimodal modules and transformers' image modules name torchvision while they are imported. A text
+model never calls it, and its published wheel is linked against CUDA. Here every ``torchvision.x.y`` imports as an
+empty module, and each of its attributes is an inert class that cannot be instantiated. This folder is only on the
+server's PYTHONPATH.
 """
 
 import importlib.abc
@@ -15,7 +15,7 @@ __version__ = "0.28.0"
 
 
 class _InertType(type):
-    """Attributes resolve to their own dotted name, enough for enum-like constants read at import time."""
+    """Attributes are their own dotted name, which is enough for enum-like constants that are read at import time."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -38,8 +38,8 @@ __getattr__ = _inert_attribute
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Resolves every ``torchvision.*`` import; transformers looks submodules up by spec, so attributes alone
-    are not enough."""
+    """Resolves every ``torchvision.*`` import. Attributes alone are not enough, because transformers looks up submodules
+    by spec."""
 
     def find_spec(self, fullname, path=None, target=None):
         if not fullname.startswith("torchvision."):

@@ -388,14 +388,14 @@ CASES = {
         damage=lambda: (
             template("{{ messages | length }}" + CHATML)(), write_jsonl("pairs.jsonl", {"prompt": "1", "completion": [ANSWERED]})
         ), overrides=("data.response_field=completion",), config="sft.yaml", field="data.path",
-        error="pairs.jsonl:line 1: the chat template of model renders the prompt otherwise where a response follows", fix="as a text",
+        error="pairs.jsonl:line 1: the chat template of model renders the prompt differently if a response follows", fix="as a text",
     ),
     "an earlier turn that the template rewrites": Case(
         damage=lambda: (
             template("{% for m in messages %}{{ m.content if loop.last or m.role != 'assistant' else '1' }}{{ eos_token }}{% endfor %}")(),
             write_jsonl("pairs.jsonl", {"messages": [ASKED, ANSWERED]}, {"messages": [ASKED, ANSWERED, ASKED, ANSWERED]}),
         ), overrides=("data.messages_field=messages", "data.learned_turns=all"), config="sft.yaml", field="data.learned_turns",
-        error="pairs.jsonl:line 2: message 2, of the assistant: the chat template of model writes '1 + 1<eos>2<eos>' where it is the last",
+        error="pairs.jsonl:line 2: message 2, of the assistant: the chat template of model writes '1 + 1<eos>2<eos>' if it is the last",
         fix="use a template that keeps earlier turns, or set data.learned_turns=last, or drop such records",
     ),
     "tools that the template leaves out": Case(
@@ -406,7 +406,7 @@ CASES = {
     # ---- names of the hub
     "model of the hub": Case(
         overrides=("model.path=Qwen/Qwen2.5-0.5B",), field="model.path", error="no such folder",
-        fix="nothing is downloaded by itself: `hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`, then "
+        fix="nothing is downloaded automatically: `hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`, then "
         "model.path=models/Qwen2.5-0.5B (models that are here: model)",
     ),
     "data of the hub": Case(
@@ -415,7 +415,7 @@ CASES = {
     ),
     "model of a recipe": Case(
         overrides=("model.path=models/Qwen3-8B",), field="model.path", error="no such folder",
-        fix="nothing is downloaded by itself: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` (models that are here: model)",
+        fix="nothing is downloaded automatically: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` (models that are here: model)",
     ),
     "model of a recipe, of which only config.json is here": Case(
         damage=lambda: (Path("Qwen3-8B").mkdir(), Path("Qwen3-8B/config.json").write_text(Path("model/config.json").read_text())),

@@ -102,5 +102,5 @@ def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder,
     with pytest.raises(Ended, match="the third"):
         watch(folder, fleet, restarts=2)
     said = capsys.readouterr().out
-    assert "(1 restarts left): the first" in said and "(0 restarts left): the second" in said
+    assert "(restarts left: 1): the first" in said and "(restarts left: 0): the second" in said
     assert folder.read_address("serve")["lives"] == {"http://a:1": 1}

@@ -201,7 +201,7 @@ def test_learners_are_as_small_as_they_can_be_and_fit(tmp_path, model, monkeypat
     make_plan(request(), loaded(tmp_path, model), gpus=1)
     with pytest.raises(ValueError, match="--learner tp=2: the layout takes 2 GPUs, but 1 are visible"):
         make_plan(request(learners=("tp=2",)), loaded(tmp_path, model), gpus=1)
-    with pytest.raises(ValueError, match="--rollout tp=2: 2 GPUs are needed, 0 of the learner"):
+    with pytest.raises(ValueError, match="--rollout tp=2: 2 GPUs are needed, 0 for the learner"):
         make_plan(request(rollouts=("tp=2",)), loaded(tmp_path, model), gpus=1)
     why = make_plan(request(why=True), loaded(tmp_path, model), gpus=1)
     assert why.of("why") == [] and sum("as a cause" in what for what in why.skipped) == 4

@@ -270,7 +270,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_says_so(model, tmp_path, c
     assert (
         str(damaged.parent) in said
         and "__0_0.distcp is damaged" in said
-        and "going on from step_000001 instead" in said
+        and "continuing from step_000001 instead" in said
     )
     assert not any(
         folder.exists() for folder in (tmp_path / "step_000002", tmp_path / "critic" / "step_000002")

@@ -66,7 +66,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25
         (dict(layer_types=["linear_attention"] * 3), "which full_attention_interval=2 contradicts"),
         (
             dict(full_attention_interval=4, layer_types=["linear_attention"] * 3),
-            "which gives layers of one kind alone",
+            "which gives layers of only one kind",
         ),
         (
             dict(linear_num_value_heads=3),

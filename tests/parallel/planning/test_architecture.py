@@ -212,7 +212,7 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (OLMO3 | {"sliding_window": 0}, "sliding_window=0; it must be a whole number"),
         (
             OLMO3 | {"rope_theta": 1e4},
-            "rope_theta=10000.0, which transformers uses in layers without a window alone",
+            "rope_theta=10000.0, which transformers uses only in layers without a window",
         ),
         (
             OLMO3 | {"rope_parameters": {"rope_theta": 5e5}},
@@ -234,7 +234,7 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (dict(rope_scaling={"type": "longrope"}), "rope_type 'longrope'"),
         (
             dict(rope_parameters={"rope_theta": 1e6}, rope_scaling={"type": "yarn", "factor": 4.0}),
-            "rope_parameters and rope_scaling=.*'yarn'.*, of which transformers reads the latter alone",
+            "rope_parameters and rope_scaling=.*'yarn'.*, of which transformers reads only the latter",
         ),
         (
             dict(rope_scaling=YARN | {"attention_factor": 0.7}),

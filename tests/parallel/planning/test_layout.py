@@ -99,7 +99,7 @@ MOE = CONFIG | {
             CONFIG | {"intermediate_size": 49},
             dict(tp=2, sp=True),
             None,
-            r"=49; no tp alone mends it\n.*that work: \{tp: 1\}",
+            r"=49; no value of tp alone fixes it\n.*that work: \{tp: 1\}",
         ),
     ],
 )
@@ -186,7 +186,7 @@ def test_refused_is_what_cannot_be_split_and_what_is_named_works(
     if fits:
         validate_layout(config, layout, num_processes=tp * cp * pp * dp)
         return
-    with pytest.raises(ValueError, match=r"layout.*(use |mends it)") as caught:
+    with pytest.raises(ValueError, match=r"layout.*(use |fixes it)") as caught:
         validate_layout(config, layout, num_processes=tp * cp * pp * dp)
     for named in re.findall(r"\{([^}]*)\}", str(caught.value)):
         validate_layout(

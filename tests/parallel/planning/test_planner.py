@@ -617,7 +617,8 @@ def test_the_command_prints_a_table_and_yaml_to_paste(tmp_path):
         (
             ["--gpus", "8", "--gpu", "h100", "model.path=models/Qwen3-235B-A22B"],
             [
-                "model.path=models/Qwen3-235B-A22B: cannot read config.json (No such file or directory); nothing is downloaded by itself: "
+                "model.path=models/Qwen3-235B-A22B: cannot read config.json (No such file or directory); "
+                "nothing is downloaded automatically: "
                 "`hf download Qwen/Qwen3-235B-A22B config.json --local-dir models/Qwen3-235B-A22B`"
             ],
         ),

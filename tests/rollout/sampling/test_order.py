@@ -153,7 +153,7 @@ def test_the_trial_accepts_functions_that_keep_to_it():
 
 @pytest.mark.parametrize("name", ["epoch", "rows"])
 def test_settings_may_not_take_the_names_that_tandem_gives(name):
-    with pytest.raises(ValueError, match=f"settings hold {name}, which Tandem gives itself; rename it"):
+    with pytest.raises(ValueError, match=f"settings hold {name}, which Tandem itself passes; rename it"):
         prompt_order(own("weighted", settings={name: 3}), 3, seed=0, rows=list)
 
 

@@ -47,7 +47,7 @@ def test_a_set_without_its_token_is_refused(drawn, data):
     sets = [kept.copy() for kept in sets]
     sets[place].remove(sampled[place])
     with pytest.raises(
-        GenerationError, match=rf"token {place + 1} of {len(sampled)} \(id {sampled[place]}\) is 0 times"
+        GenerationError, match=rf"token {place + 1} of {len(sampled)} \(id {sampled[place]}\) occurs 0 times"
     ):
         decoded(sampled, meta_of(sets, [-1.0] * len(sets)))
 
@@ -59,10 +59,10 @@ def test_a_set_without_its_token_is_refused(drawn, data):
         ([3], {"output_token_sampling_mask": [[3]]}, "no sampling masks"),
         ([3, 4], meta_of([[3]]), "masks are of 1 tokens with 1 log-probs, but it sampled 2"),
         ([3], meta_of([[3]], []), "with 0 log-probs"),
-        ([3], meta_of([[3, 12]]), "kept token id 12, but the model's are 0 to 11"),
+        ([3], meta_of([[3, 12]]), "kept token id 12, but the model has ids 0 to 11"),
         ([3], meta_of([[-1, 3]]), "kept token id -1"),
-        ([3], meta_of([[3, 4, 3]]), "is 2 times among the 3 ids"),
-        ([3, 4], meta_of([[3], [4]], [-0.5, None]), "log-prob of token 2 of 2 among its kept ones is nan"),
+        ([3], meta_of([[3, 4, 3]]), "occurs 2 times among the 3 ids"),
+        ([3, 4], meta_of([[3], [4]], [-0.5, None]), "log-prob of token 2 of 2 among its kept ids is nan"),
         ([3], meta_of([[3]], [0.1]), "is 0.1"),
     ],
 )

@@ -179,7 +179,7 @@ def test_other_sizes_than_announced_are_refused_before_anything_is_copied():
         with closing(Receiving(sending.meeting)) as receiving:
             sending._look(1.0, nothing)
             flat = torch.ones(5, dtype=torch.uint8)
-            with pytest.raises(ConnectionError, match="offers 4 bytes, where 5 are due"):
+            with pytest.raises(ConnectionError, match="offers 4 bytes, but 5 are due"):
                 receiving.receive([flat], lambda part: None)
             assert flat.tolist() == [1] * 5
 
@@ -187,7 +187,7 @@ def test_other_sizes_than_announced_are_refused_before_anything_is_copied():
 def come_as_a_stranger(meeting: Meeting, said) -> None:
     os.setgid(65534)
     os.setuid(65534)
-    with pytest.raises(PermissionError, match="is of user 0, not 65534"):
+    with pytest.raises(PermissionError, match="belongs to user 0, not 65534"):
         Receiving(meeting)
     said.send("refused the sender")
 

@@ -194,7 +194,7 @@ def test_dry_run_lists_the_router(folder):
         for line in dry_run_lines(config, ("serve", "sample", "learn"), device_of(config, None))
         if "sglang-router" in line
     ]
-    assert len(found) == 1 and "of this host alone" in found[0]
+    assert len(found) == 1 and "on this host only" in found[0]
 
 
 WAITING_REWARD = """

@@ -79,7 +79,7 @@ ROW = [[0, 1], [7, 3]]
     "answer, message",
     [
         (None, r"no routed experts; start the servers with this config \(learner\.routing=rollout\)"),
-        (encoded(np.array([ROW]), 8), "have 4 bytes, but 2 tokens of 2 layers with 2 experts each, as uint8, have 8"),
+        (encoded(np.array([ROW]), 8), "have 4 bytes, but 2 tokens in 2 layers with 2 experts each, as uint8, need 8"),
         (base64.b64encode(np.array([ROW] * 2, dtype=np.int32).tobytes()).decode(), "have 32 bytes, but 2 tokens"),
         ("no base64!", "no base64"),
         ("né base64", "no base64"),

@@ -535,7 +535,7 @@ def test_a_late_request_is_asked_for_again_at_another_server_and_counted(caplog)
                 await client.see_version(step)
                 await ask_group(client, [1, 2])
                 await ask_group(client, [1, 2])
-                assert caplog.text.count("asked for again") == 1 + step
+                assert caplog.text.count("requested again") == 1 + step
 
     asyncio.run(scenario())
 
@@ -1108,7 +1108,7 @@ def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply
 )  # fmt: skip
 def test_an_answer_that_is_not_sglangs_is_an_error_of_the_request(content, found):
     with pytest.raises(
-        GenerationError, match=f"^http://server: the answer has not the form of SGLang's .{found}"
+        GenerationError, match=f"^http://server: the answer does not have the form of SGLang's .{found}"
     ):
         read_answer(content, 1, "http://server", Sent.of([1, 2]))
 

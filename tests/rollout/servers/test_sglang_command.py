@@ -69,7 +69,9 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused_and_nothing_
             name = file.name
         longest.bind(f"ipc://{name}")
     monkeypatch.setattr(tempfile, "tempdir", f"{folder}x")
-    says = "has 96 characters, and sockets of SGLang's .* set TMPDIR to a folder with at most 95"
+    says = (
+        "has 96 characters, too many for the paths of the sockets .* set TMPDIR to a folder with at most 95"
+    )
     with pytest.raises(ValueError, match=says):
         fleet.start()
     assert fleet.urls == [] and not (tmp_path / "logs").exists()
@@ -256,7 +258,7 @@ def test_float32_on_gpus_is_served_by_exact_products_and_refused_for_gated_delta
     (tmp_path / "config.json").write_text(json.dumps({"linear_num_value_heads": 4}))
     check_dtype_is_served(RolloutConfig(), tmp_path, cuda=True)
     check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=False)
-    with pytest.raises(ValueError, match=r"rollout\.dtype=float32: SGLang's kernels of gated delta nets"):
+    with pytest.raises(ValueError, match=r"rollout\.dtype=float32: SGLang's GPU kernels of gated delta nets"):
         check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=True)
 
 
@@ -301,7 +303,7 @@ def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, repli
     assert used == list(range(first_gpu + replicas * tp))  # none twice, none skipped
     assert gpus_of(config, first_gpu=first_gpu, cuda=False) == [None] * replicas
     check_gpus(config, first_gpu=first_gpu, available=len(used))
-    message = rf"{len(used)} GPUs are needed, {first_gpu} of the learner .*replicas={replicas}.*but {len(used) - 1} are visible.*use fewer"
+    message = rf"{len(used)} GPUs are needed, {first_gpu} for the learner .*replicas={replicas}.*but {len(used) - 1} are visible.*use fewer"
     with pytest.raises(ValueError, match=message):
         check_gpus(config, first_gpu=first_gpu, available=len(used) - 1)
 

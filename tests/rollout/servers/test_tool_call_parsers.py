@@ -51,7 +51,7 @@ def test_other_text_stays(qwen, text):
     ("text", "error"),
     [
         (CALL.replace("2}}", "2"), "Failed to parse JSON part"),
-        (CALL[:-12], "it has no end, or is not of the form"),
+        (CALL[:-12], "it has no end, or not the form"),
         (f'{CALL}\n<tool_call>\n{{"name', "the last tool call has no end"),
         (CALL.replace("tandem_probe", "other"), "undefined function: other"),
         (CALL.replace('{"a": 1, "b": 2}', "[1]"), r"arguments of a tool call are \[1\], not an object"),

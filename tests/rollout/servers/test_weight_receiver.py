@@ -201,7 +201,7 @@ def test_a_changed_bit_of_packed_matrices_is_named(monkeypatch, flip, way):
     ],
 )  # fmt: skip
 def test_a_form_that_nothing_has_is_refused(form, shape):
-    with pytest.raises(ValueError, match="which nothing can be"):
+    with pytest.raises(ValueError, match="a form that it cannot have"):
         receiver.Sent.parse("up", form, shape)
 
 

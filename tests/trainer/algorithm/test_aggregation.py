@@ -143,7 +143,7 @@ def test_errors():
         aggregation_weights(
             mask_T, cu_seqlens, mode="token_mean", constant=None, counts=GlobalCounts(tokens=1, sequences=1)
         )
-    with pytest.raises(ValueError, match="sequence_mean_token_sum finds 2 in this part alone"):
+    with pytest.raises(ValueError, match="sequence_mean_token_sum finds 2 in this part only"):
         aggregation_weights(
             *pack([[True], [True]]),
             mode="sequence_mean_token_sum",
