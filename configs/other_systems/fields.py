@@ -13,6 +13,10 @@ from configs.other_systems.verl import VERL_KEYS
 _PARTS = "`learner.minibatches`, the number of optimizer steps that a step's batch is split into"
 
 
+_SAMPLING = ("gconfig", "generation", "actor_infer.generating_args")
+"""Blocks in which AReaL, NeMo-RL and ROLL have the parameters of sampling by Tandem's names."""
+
+
 def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
     """{name: answer} of {answer: its names, with blanks between}."""
     return {name: answer for answer, names in answers.items() for name in names.split()}
@@ -33,13 +37,16 @@ def _optimizer(field: str, *, before: tuple[str, ...]) -> dict[str, str]:
     }  # fmt: skip
     # Tandem has these names too: they say what they are of by what stands before them.
     same = {
-        name: f"`{field}.{name}`" for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "clip_grad")
+        name: f"`{field}.{name}`"
+        for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "clip_grad", "warmup_steps")
     }
     return {
         f"{block}{name}": text
         for block in before
         for name, text in (
-            settings | same if block.endswith(("optim.", "adam.", "optimizer.")) else settings
+            settings | same
+            if block.endswith(("optim.", "adam.", "optimizer.", "kwargs.", "training_args."))
+            else settings
         ).items()
     }
 
@@ -71,12 +78,13 @@ OTHER_FIELDS = _by_name({
         "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu log_probs_max_tokens_per_gpu micro_rollout_batch_size "
         "micro_batch_size_per_gpu train_micro_batch_size train_mb_tokens max_tokens_per_mb",
     "`rollout.group_size`, the responses to a prompt":
-        "num_generations n_samples_per_prompt rollout_n n num_generations_per_prompt num_return_sequences_in_group n_samples",
+        "num_generations n_samples_per_prompt rollout_n n num_generations_per_prompt num_return_sequences_in_group n_samples "
+        "orchestrator.group_size",
     "`rollout.max_new_tokens`, the tokens of a response":
         "max_response_length max_completion_length rollout_max_response_len generate_max_len response_length "
-        "max_completion_tokens",
+        "max_completion_tokens gconfig.max_new_tokens generation.max_new_tokens actor_infer.generating_args.max_new_tokens",
     "`model.path`, a Hugging Face folder on this disk":
-        "model_name model_name_or_path model_path hf_checkpoint pretrain actor_rollout_ref.model.path",
+        "model_name model_name_or_path model_path hf_checkpoint pretrain actor_rollout_ref.model.path actor.path",
     "`critic.model.path`; without it the critic starts from the policy": "critic.model.path critic.model_name_or_path",
     "`steps`, the number of times that prompts are sampled and learned from; epochs are not counted":
         "max_steps total_training_steps num_train_epochs total_epochs num_rollout num_epoch num_episodes "
@@ -106,8 +114,9 @@ OTHER_FIELDS = _by_name({
     "`reward={type: model, urls: [...]}`":
         "rm_url remote_rm_url remote_url reward_model.enable reward_model.model.path reward.model_name_or_path reward_pretrain",
     "`kl.coefficient`, with `kl.place` loss or reward":
-        "kl_coef init_kl_coef init_coef beta use_kl_loss use_kl_in_reward kl_loss_coef opd_kl_coef algo.kl.use_loss kl_ctl "
+        "kl_coef init_kl_coef init_coef beta use_kl_loss use_kl_in_reward kl_loss_coef opd_kl_coef algo.kl.use_loss "
         "reference_policy_kl_penalty",
+    "`kl.coefficient`, with `kl.place` reward": "kl_ctl add_token_level_kl",
     "`kl.estimator`": "kl_loss_type kl_estimator algo.kl.estimator reference_policy_kl_type",
     "`kl.estimator`, with `kl.place=reward`": "kl_penalty",
     "`kl.controller.type`, fixed or adaptive": "kl_ctrl.type use_adaptive_kl",
@@ -183,8 +192,8 @@ OTHER_FIELDS = _by_name({
     "`learner.routing=rollout`": "enable_rollout_routing_replay use_rollout_routing_replay",
     "`learner.routing=old`": "use_routing_replay",
     "`learner.routing`, old (R2) or rollout (R3)": "router_replay",
-    "`learner.lora.rank`; without `learner.lora` every weight is trained": "lora_rank lora_r",
-    "`learner.lora.alpha`": "lora_alpha",
+    "`learner.lora.rank`; without `learner.lora` every weight is trained": "lora_rank lora_r lora.rank lora_cfg.dim peft.dim",
+    "`learner.lora.alpha`": "lora_alpha lora.alpha lora_cfg.alpha peft.alpha",
     "`learner.lora.targets`, of qkv (q_proj, k_proj, v_proj), proj (o_proj), fc1 (gate_proj, up_proj) and fc2 (down_proj)":
         "target_modules lora_target_modules",
     "`learner.lora`": "peft_config",
@@ -217,7 +226,7 @@ OTHER_FIELDS = _by_name({
         "vllm_num_engines num_engines rollout_num_gpus rollout.data_parallel_size",
     "`critic.warmup_steps`": "critic_warmup num_critic_only_steps freezing_steps",
     "`resume`, the folder of a run": "resume_mode resume_from_path resume_from_checkpoint load",
-    "`name`": "experiment_name run_name",
+    "`name`": "experiment_name run_name exp_name trial_name",
     "`tracking.wandb.project`; `tracking.experiment` for MLflow": "project_name wandb_project",
     "`seed`": "data.seed data_loader_seed rollout_seed",
     "`correction: {verl: {...}}`, with verl's keys": "rollout_correction",
@@ -225,10 +234,12 @@ OTHER_FIELDS = _by_name({
     **{
         name: f"`{field}`"
         for field in ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.dtype")
-        for name in (field, field.replace(".", "_"))
+        for name in (field, field.replace(".", "_"), *(f"{block}.{field.split('.')[1]}" for block in _SAMPLING))
     },
-    **_optimizer("learner.optimizer", before=("", "optim.", "actor.optim.", "actor.adam.", "actor.optimizer.")),
-    **_optimizer("critic.optimizer", before=("critic.", "critic.optim.", "critic.adam.")),
+    **_optimizer("learner.optimizer", before=(
+        "", "optim.", "optimizer.", "optimizer.kwargs.", "training_args.", "actor.optim.", "actor.adam.", "actor.optimizer.",
+    )),
+    **_optimizer("critic.optimizer", before=("critic.", "critic.optim.", "critic.adam.", "critic.optimizer.")),
     **dict.fromkeys([key for key in VERL_KEYS if key != "loss_type"], "a key of `correction: {verl: {...}}`"),
     **dict.fromkeys([*ROLL_KEYS, *NEW_ROLL_KEYS], "a key of `correction: {roll: {...}}`"),
 }  # fmt: skip
@@ -255,7 +266,7 @@ WITHOUT_COUNTERPART = _by_name({
     "the learner's ranks always get even shares of the tokens": "balance_batch balance_data",
     "a part of a batch is a run of its prompts, in their order": "actor.shuffle critic.shuffle",
     "every step has its line": "logging_steps log_interval",
-    "the servers are SGLang's": "use_vllm rollout.name",
+    "the servers are SGLang's": "use_vllm rollout.name policy.generation_batch_size",
     "requests to the servers are always asynchronous": "rollout.mode",
     "the tokenizer is that of `model.path`": "tokenizer_path data.tokenizer",
     "there is no Ray": "ray_kwargs ray_init ray_wait_register_center_timeout",
