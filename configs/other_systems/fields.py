@@ -1,4 +1,4 @@
-"""Maps field names of verl, TRL, slime and OpenRLHF to Tandem's fields.
+"""Maps field names of verl, TRL, slime, OpenRLHF, NeMo-RL, ROLL, AReaL and prime-rl to Tandem's fields.
 
 A key of the tables is the last part of a name, such as ``train_batch_size``. It has more parts if the last
 one is ambiguous, because Tandem or two blocks of another system have it: ``actor.optim.lr``. If two keys
@@ -13,6 +13,10 @@ from configs.other_systems.verl import VERL_KEYS
 _PARTS = "`learner.minibatches`, the number of optimizer steps that a step's batch is split into"
 
 
+_SAMPLING = ("gconfig", "generation", "actor_infer.generating_args")
+"""Blocks in which AReaL, NeMo-RL and ROLL have the parameters of sampling by Tandem's names."""
+
+
 def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
     """{name: answer} of {answer: its names, with blanks between}."""
     return {name: answer for answer, names in answers.items() for name in names.split()}
@@ -23,43 +27,68 @@ def _optimizer(field: str, *, before: tuple[str, ...]) -> dict[str, str]:
     warmup = f"`{field}.warmup_steps`, a number of optimizer steps and no share of them"
     settings = {
         **dict.fromkeys(["lr_scheduler_type", "lr_scheduler", "lr_decay_style", "warmup_style"], f"`{field}.schedule`"),
-        **dict.fromkeys(["warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio", "lr_warmup_iters"], warmup),
-        **dict.fromkeys(["max_grad_norm", "grad_clip", "max_norm"], f"`{field}.clip_grad`"),
-        **dict.fromkeys(["adam_beta1", "adam_beta2", "adam_betas"], f"`{field}.betas`"),
+        **dict.fromkeys(
+            ["warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio", "lr_warmup_iters", "lr_warmup_fraction",
+             "warmup_steps_proportion"], warmup),
+        **dict.fromkeys(["max_grad_norm", "grad_clip", "max_norm", "gradient_clipping"], f"`{field}.clip_grad`"),
+        **dict.fromkeys(["adam_beta1", "adam_beta2", "adam_betas", "beta1", "beta2"], f"`{field}.betas`"),
+        "adam_eps": f"`{field}.eps`",
         "min_lr_ratio": f"`{field}.min_lr`, a rate and no share of `{field}.lr`",
     }  # fmt: skip
     # Tandem has these names too: they say what they are of by what stands before them.
     same = {
-        name: f"`{field}.{name}`" for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "clip_grad")
+        name: f"`{field}.{name}`"
+        for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "clip_grad", "warmup_steps")
     }
     return {
         f"{block}{name}": text
         for block in before
-        for name, text in (settings | same if block.endswith("optim.") else settings).items()
+        for name, text in (
+            settings | same
+            if block.endswith(("optim.", "adam.", "optimizer.", "kwargs.", "training_args."))
+            else settings
+        ).items()
     }
 
 
 OTHER_FIELDS = _by_name({
     "`rollout.prompts_per_step` prompts, each with `rollout.group_size` responses":
-        "batch_size train_batch_size rollout_batch_size generation_batch_size",
+        "batch_size train_batch_size rollout_batch_size num_prompts_per_step",
+    "`rollout.prompts_per_step` of `rollout.group_size` responses each; there it counts responses: generation_batch_size / "
+    "num_generations, such as 1024 / 8 = 128 prompts":
+        "generation_batch_size",
+    "`rollout.prompts_per_step` of `rollout.group_size` responses each; there it counts responses: batch_size / group_size, such as "
+    "512 / 16 = 32 prompts":
+        "orchestrator.batch_size",
     "a share of the batch, of which `learner.minibatches` is the number: rollout_batch_size times n_samples_per_prompt "
     "/ global_batch_size, such as 32 times 8 / 64 = 4":
         "global_batch_size",
+    "a share of the batch, of which `learner.minibatches` is the number: the responses of a step / train_global_batch_size, such as "
+    "32 times 16 / 512 = 1":
+        "train_global_batch_size",
+    "a share of the batch, of which `learner.minibatches` is the number: rollout.batch_size times n_samples_per_prompt / "
+    "train.batch_size, such as 128 times 8 / 1024 = 1":
+        "train.batch_size",
     f"{_PARTS}: train_batch_size / ppo_mini_batch_size, such as 1024 / 256 = 4": "ppo_mini_batch_size",
-    _PARTS: "mini_batch_size num_steps_per_rollout",
+    _PARTS: "mini_batch_size num_steps_per_rollout ppo_n_minibatches",
     f"{_PARTS}: steps_per_generation / gradient_accumulation_steps, such as 8 / 2 = 4": "steps_per_generation",
     "`learner.token_budget`, the tokens of a micro-batch: its number of sequences follows from their lengths":
         "micro_batch_size micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu gradient_accumulation_steps "
         "per_device_train_batch_size ppo_max_token_len_per_gpu max_tokens_per_gpu log_prob_micro_batch_size "
         "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu log_probs_max_tokens_per_gpu micro_rollout_batch_size "
-        "micro_batch_size_per_gpu",
-    "`rollout.group_size`, the responses to a prompt": "num_generations n_samples_per_prompt rollout_n n",
+        "micro_batch_size_per_gpu train_micro_batch_size train_mb_tokens max_tokens_per_mb",
+    "`rollout.group_size`, the responses to a prompt":
+        "num_generations n_samples_per_prompt rollout_n n num_generations_per_prompt num_return_sequences_in_group n_samples "
+        "orchestrator.group_size",
     "`rollout.max_new_tokens`, the tokens of a response":
-        "max_response_length max_completion_length rollout_max_response_len generate_max_len response_length",
+        "max_response_length max_completion_length rollout_max_response_len generate_max_len response_length "
+        "max_completion_tokens gconfig.max_new_tokens generation.max_new_tokens actor_infer.generating_args.max_new_tokens",
     "`model.path`, a Hugging Face folder on this disk":
-        "model_name model_name_or_path model_path hf_checkpoint pretrain actor_rollout_ref.model.path",
+        "model_name model_name_or_path model_path hf_checkpoint pretrain actor_rollout_ref.model.path actor.path",
+    "`critic.model.path`; without it the critic starts from the policy": "critic.model.path critic.model_name_or_path",
     "`steps`, the number of times that prompts are sampled and learned from; epochs are not counted":
-        "max_steps total_training_steps num_train_epochs total_epochs num_rollout num_epoch num_episodes",
+        "max_steps total_training_steps num_train_epochs total_epochs num_rollout num_epoch num_episodes "
+        "max_num_steps max_num_epochs total_train_epochs",
     "`layout.tp` of the learner and `rollout.tp` of a server":
         "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size rollout_num_gpus_per_engine",
     "`layout.tp`": "megatron.tensor_model_parallel_size",
@@ -73,56 +102,83 @@ OTHER_FIELDS = _by_name({
     "`layout.sp`": "sequence_parallel",
     "`rollout.server_args`, the arguments of SGLang's servers":
         "enforce_eager engine_kwargs max_num_seqs max_num_batched_tokens enable_chunked_prefill",
-    "`task.train_path`, beside `task.type=jsonl`": "train_files prompt_data prompt_dataset train_dataset dataset dataset_name data",
-    "`task.heldout_path`, beside `task.type=jsonl`": "val_files eval_prompt_data eval_dataset",
-    "`evaluation.every`, in steps": "test_freq eval_steps eval_interval eval_strategy",
-    "`checkpoint.every`, in steps": "save_freq save_steps save_interval save_strategy",
-    "`launch.runs_dir`, in which each run makes its own folder": "output_dir default_local_dir save_path save",
+    "`task.train_path`, beside `task.type=jsonl`":
+        "train_files prompt_data prompt_dataset train_dataset train_dataset.path dataset dataset_name data",
+    "`task.heldout_path`, beside `task.type=jsonl`":
+        "val_files eval_prompt_data eval_dataset eval.dataset valid_dataset valid_dataset.path",
+    "`evaluation.every`, in steps": "test_freq eval_steps eval_interval eval_strategy eval.steps val_period",
+    "`checkpoint.every`, in steps": "save_freq save_steps save_interval save_strategy save_period",
+    "`launch.runs_dir`, in which each run makes its own folder":
+        "output_dir default_local_dir save_path save checkpoint_dir fileroot ckpt.path",
     "`reward={type: function, function: my_module:score}`": "reward_funcs custom_reward_function custom_rm_path rm_type reward_manager",
-    "`reward={type: model, urls: [...]}`": "rm_url remote_rm_url remote_url reward_model.enable reward_model.model.path",
+    "`reward={type: model, urls: [...]}`":
+        "rm_url remote_rm_url remote_url reward_model.enable reward_model.model.path reward.model_name_or_path reward_pretrain",
     "`kl.coefficient`, with `kl.place` loss or reward":
-        "kl_coef init_kl_coef init_coef beta use_kl_loss use_kl_in_reward kl_loss_coef opd_kl_coef",
-    "`kl.estimator`": "kl_loss_type kl_estimator",
+        "kl_coef init_kl_coef init_coef beta use_kl_loss use_kl_in_reward kl_loss_coef opd_kl_coef algo.kl.use_loss "
+        "reference_policy_kl_penalty",
+    "`kl.coefficient`, with `kl.place` reward": "kl_ctl add_token_level_kl",
+    "`kl.estimator`": "kl_loss_type kl_estimator algo.kl.estimator reference_policy_kl_type",
     "`kl.estimator`, with `kl.place=reward`": "kl_penalty",
     "`kl.controller.type`, fixed or adaptive": "kl_ctrl.type use_adaptive_kl",
     "`kl.controller.target`": "target_kl kl_target",
     "`kl.controller.horizon`": "kl_ctrl.horizon kl_horizon",
     "`kl.model.path`, a Hugging Face folder; without it the reference is the model at the start of the run":
-        "ref_load opd_teacher_load teacher_model_name_or_path",
-    "`kl={coefficient: 1.0, estimator: k2, model: {path: TEACHER}}`": "use_opd opd_type",
+        "ref_load opd_teacher_load teacher_model_name_or_path ref.model_name_or_path",
+    "`kl={coefficient: 1.0, estimator: k2, model: {path: TEACHER}}`": "use_opd opd_type distillation",
     "`advantage.normalize_by_std`, of the rewards of a group":
-        "scale_rewards norm_adv_by_std_in_grpo disable_grpo_std_normalization no_std_norm",
-    "`advantage.whiten`": "normalize_advantages",
+        "scale_rewards norm_adv_by_std_in_grpo disable_grpo_std_normalization no_std_norm normalize_rewards norm_std_type",
+    "`advantage.type=rloo`, or grpo, whose deviation is that of the whole group": "use_leave_one_out_baseline",
+    "`advantage.whiten` of `advantage.type=gae`; reinforce_pp and reinforce_pp_baseline always whiten":
+        "normalize_advantages whiten_advantages",
+    "`advantage.type`: by the mean and the deviation of the group it is grpo": "reward_norm",
+    "`advantage.type=reinforce_pp_baseline`, which whitens over the step; grpo does not": "adv_norm",
     "`advantage.lam`, beside `advantage.type=gae`": "lambd algorithm.lam",
-    "`advantage.gamma`, beside `advantage.type`, gae or reinforce_pp": "algorithm.gamma",
+    "`advantage.gamma`, beside `advantage.type`, gae or reinforce_pp": "algorithm.gamma algo.advantage.gamma",
     "`advantage.type`, of which gae has a critic": "critic.enable",
-    "`advantage.type`": "adv_estimator advantage_estimator",
+    "`advantage.type`": "adv_estimator advantage_estimator advantage.estimator",
     "`advantage.type` and `objective.type`": "algorithm",
-    "`objective.type`": "loss_mode",
+    "`objective.type`": "loss_mode policy_loss_type use_cispo",
     "`aggregation.type`": "loss_agg_mode",
-    "`aggregation.type=token_mean`": "calculate_per_token_loss",
+    "`aggregation.type`, token_mean or sequence_mean_token_mean": "calculate_per_token_loss token_level_loss",
     "`aggregation.constant`": "loss_scale_factor",
     "`aggregation.type` and `objective.type`; in verl's rollout_correction, a key of `correction={verl: {...}}`": "loss_type",
     "`rollout.dynamic_sampling`, which samples further groups instead of those that it leaves out":
         "filter_groups dynamic_sampling_filter_path dynamic_filtering dynamic_filtering_enable dynamic_filtering_range "
-        "gen_batch_size max_num_gen_batches over_sampling_batch_size",
+        "gen_batch_size max_num_gen_batches over_sampling_batch_size use_dynamic_sampling dynamic_sampling_max_gen_batches",
     "`rollout.max_staleness`, by how many versions a token may be older than the weights that it trains":
-        "partial_rollout partial_rollout_enable staleness_threshold update_weights_interval async_enable",
+        "partial_rollout partial_rollout_enable staleness_threshold update_weights_interval async_enable "
+        "max_off_policy_threshold max_off_policy_steps max_head_offpolicyness async_generation_ratio async_grpo",
     "`launch.placement`, auto, separate or colocated": "colocate vllm_mode colocate_all_models colocate_all hybrid_engine",
     "`launch.nodes.learner` and `launch.nodes.rollout`": "nnodes actor_num_nodes num_nodes",
     "`launch.nodes.gpus_per_node`": "n_gpus_per_node actor_num_gpus_per_node num_gpus_per_node",
     "`tracking.wandb={}` or `tracking.tensorboard=true`; MLflow is always on": "logger report_to use_wandb",
-    "`evaluation.at_ends`": "val_before_train eval_on_start skip_eval_before_train",
-    "`evaluation.max_prompts`": "val_max_samples",
-    "`evaluation.samples_per_prompt`": "n_samples_per_eval_prompt num_generations_eval val_kwargs.n",
-    "`evaluation.greedy`": "val_kwargs.do_sample",
-    "`evaluation.temperature`": "eval_temperature val_kwargs.temperature",
-    "`correction=decoupled_token_is`, a weight per token, truncated at 2": "use_tis tis_clip tis_imp_ratio_cap is_correction_enable",
+    "`evaluation.at_ends`": "val_before_train eval_on_start skip_eval_before_train val_at_start val_at_end",
+    "`evaluation.max_prompts`": "val_max_samples max_val_samples",
+    "`evaluation.samples_per_prompt`":
+        "n_samples_per_eval_prompt num_generations_eval val_kwargs.n eval.n_samples_per_prompt val_num_generations_per_prompt val_n_sample",
+    "`evaluation.greedy`, beside the sampled responses": "val_kwargs.do_sample val_greedy",
+    "`evaluation.temperature`": "eval_temperature val_kwargs.temperature eval.temperature",
+    "`correction=decoupled_token_is`, a weight per token, truncated at 2": "use_tis tis_clip tis_imp_ratio_cap",
+    "`correction={weight: {bound: clip, lower: 0.5, upper: 2}}`, where the weight has a lower bound too": "tis_clip_low",
+    "`correction`; OpenRLHF's tis with its default bounds is `correction={weight: {bound: clip, lower: 0.5, upper: 5}}`, its icepop "
+    "`correction={weight: {bound: mask, lower: 0.5, upper: 5}}`":
+        "is_correction_enable is_correction_type is_correction_threshold",
+    "`correction`; without truncation it is `correction={weight: {bound: none}}`, with tis `correction={weight: {upper: 2}}`, with "
+    "icepop `correction={weight: {bound: mask, lower: 0.5, upper: 2}}`, each with NeMo-RL's own bounds":
+        "use_importance_sampling_correction truncated_importance_sampling_type truncated_importance_sampling_ratio "
+        "truncated_importance_sampling_ratio_min",
+    "`correction`; AReaL's ratio with upper 5 is `correction={weight: {bound: mask, lower: 0, upper: 5}}`":
+        "behave_imp_weight_cap rejection_sampling",
+    "`correction.mode`, decoupled": "use_decoupled_loss",
+    "`learner.old_logprobs`, when_needed or always": "recompute_logprob",
     "`correction`, a preset or a block; TRL's default is `correction={weight: {level: sequence, bound: mask, lower: 0, upper: 3}}`":
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
     "`correction.mode`, bypass": "use_rollout_logprobs",
-    "`correction.off_policy_mask`, in nats per token": "use_opsm opsm_delta off_policy_mask_threshold",
+    "`correction.off_policy_mask`, in nats per token": "off_policy_mask_threshold",
+    "`correction.off_policy_mask`, in nats per token from the rollout's log-probs; slime counts from the learner's before the update, "
+    "without the gap of the engines, so that its default of 1e-4 is too small here":
+        "use_opsm opsm_delta",
     "`kl.unbiased`": "use_unbiased_kl use_bias_correction_kl",
     "`correction.weight`, with level function": "custom_tis_function_path",
     "`environment={type: tokens}`, a class of your own": "custom_generate_function_path",
@@ -131,28 +187,31 @@ OTHER_FIELDS = _by_name({
         "agent_loop_config_path multi_turn",
     "`objective={type: function, function: my_module:objective}`": "custom_loss_function_path",
     "`advantage={type: function, function: my_module:advantage}`": "custom_advantage_function_path",
-    "`learner.optimizer.lr`": "learning_rate actor_learning_rate",
+    "`learner.optimizer.lr`": "learning_rate actor_learning_rate adam.lr",
     "`critic.optimizer.lr`": "critic_learning_rate",
     "`learner.routing=rollout`": "enable_rollout_routing_replay use_rollout_routing_replay",
     "`learner.routing=old`": "use_routing_replay",
     "`learner.routing`, old (R2) or rollout (R3)": "router_replay",
-    "`learner.lora.rank`; without `learner.lora` every weight is trained": "lora_rank lora_r",
-    "`learner.lora.alpha`": "lora_alpha",
+    "`learner.lora.rank`; without `learner.lora` every weight is trained": "lora_rank lora_r lora.rank lora_cfg.dim peft.dim",
+    "`learner.lora.alpha`": "lora_alpha lora.alpha lora_cfg.alpha peft.alpha",
     "`learner.lora.targets`, of qkv (q_proj, k_proj, v_proj), proj (o_proj), fc1 (gate_proj, up_proj) and fc2 (down_proj)":
         "target_modules lora_target_modules",
     "`learner.lora`": "peft_config",
-    "`entropy.coefficient`": "entropy_coeff entropy_coef",
-    "`objective.type`: clipped has a ratio per token, gspo one per sequence": "importance_sampling_level",
-    "`objective.clip_low` and `objective.clip_high`": "clip_ratio eps_clip epsilon eps_clip_low_high",
-    "`objective.clip_low`": "clip_ratio_low eps_clip_low",
-    "`objective.clip_high`": "clip_ratio_high epsilon_high eps_clip_high",
-    "`objective.dual_clip`": "clip_ratio_c eps_clip_c delta",
-    "`critic.value_clip`": "cliprange_value",
+    "`entropy.coefficient`": "entropy_coeff entropy_coef entropy_loss_coef",
+    "`objective.type`: clipped has a ratio per token, gspo one per sequence": "importance_sampling_level sequence_level_importance_ratios",
+    "`objective.clip_low` and `objective.clip_high`": "clip_ratio eps_clip epsilon eps_clip_low_high pg_clip",
+    "`objective.clip_low`": "clip_ratio_low eps_clip_low pg_clip_low ratio_clip_min",
+    "`objective.clip_high`": "clip_ratio_high epsilon_high eps_clip_high eps_clip_higher pg_clip_high ratio_clip_max",
+    "`objective.dual_clip`": "clip_ratio_c eps_clip_c delta c_clip ratio_clip_c",
+    "`objective.dual_clip`, of which ROLL's value is 1 + 2 pg_clip, such as 1.4": "dual_clip_loss",
+    "`objective.temperature_positive`, beside `objective.type=sapo`": "sapo_temperature_pos tau_pos",
+    "`objective.temperature_negative`, beside `objective.type=sapo`": "sapo_temperature_neg tau_neg",
+    "`critic.value_clip`": "cliprange_value value_clip",
     "`model.dtype` of the learner and `rollout.dtype` of the servers": "bf16 fp16 torch_dtype param_dtype",
     "`learner.recompute`, none or full":
         "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable recompute_granularity "
         "recompute_method recompute_num_layers",
-    "`checkpoint.keep`": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num max_num",
+    "`checkpoint.keep`": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num max_num max_ckpt_to_keep keep_top_k",
     "`tracking.sample_groups`, the groups of a step whose samples are kept": "log_completions rollout_data_dir",
     "`tracking.evaluation_problems`, the held-out problems whose samples are kept": "log_val_generations validation_data_dir",
     "`task.prompt_field`, beside `task.type=jsonl`": "prompt_key input_key",
@@ -162,12 +221,12 @@ OTHER_FIELDS = _by_name({
     "`reward.field`, beside `reward.type=by_field`": "reward_fn_key",
     "`task.tools_field`, beside `task.type=jsonl`": "tool_key",
     "`sampler.type`, shuffle or sequential": "data.shuffle shuffle_dataset rollout_shuffle",
-    "`reward={type: weighted, parts: {...}}`": "reward_weights overlong_buffer overlong_buffer_cfg overlong_buffer_len",
+    "`reward={type: weighted, parts: {...}}`": "reward_weights overlong_buffer overlong_buffer_cfg overlong_buffer_len reward_shaping",
     "`rollout.replicas`, the number of servers, each of `rollout.tp` GPUs":
         "vllm_num_engines num_engines rollout_num_gpus rollout.data_parallel_size",
     "`critic.warmup_steps`": "critic_warmup num_critic_only_steps freezing_steps",
     "`resume`, the folder of a run": "resume_mode resume_from_path resume_from_checkpoint load",
-    "`name`": "experiment_name run_name",
+    "`name`": "experiment_name run_name exp_name trial_name",
     "`tracking.wandb.project`; `tracking.experiment` for MLflow": "project_name wandb_project",
     "`seed`": "data.seed data_loader_seed rollout_seed",
     "`correction: {verl: {...}}`, with verl's keys": "rollout_correction",
@@ -175,10 +234,12 @@ OTHER_FIELDS = _by_name({
     **{
         name: f"`{field}`"
         for field in ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.dtype")
-        for name in (field, field.replace(".", "_"))
+        for name in (field, field.replace(".", "_"), *(f"{block}.{field.split('.')[1]}" for block in _SAMPLING))
     },
-    **_optimizer("learner.optimizer", before=("", "optim.", "actor.optim.")),
-    **_optimizer("critic.optimizer", before=("critic.", "critic.optim.")),
+    **_optimizer("learner.optimizer", before=(
+        "", "optim.", "optimizer.", "optimizer.kwargs.", "training_args.", "actor.optim.", "actor.adam.", "actor.optimizer.",
+    )),
+    **_optimizer("critic.optimizer", before=("critic.", "critic.optim.", "critic.adam.", "critic.optimizer.")),
     **dict.fromkeys([key for key in VERL_KEYS if key != "loss_type"], "a key of `correction: {verl: {...}}`"),
     **dict.fromkeys([*ROLL_KEYS, *NEW_ROLL_KEYS], "a key of `correction: {roll: {...}}`"),
 }  # fmt: skip
@@ -187,7 +248,7 @@ OTHER_FIELDS = _by_name({
 WITHOUT_COUNTERPART = _by_name({
     "a prompt may be as long as `rollout.max_new_tokens` and `learner.token_budget` leave room for":
         "max_prompt_length rollout_max_prompt_len prompt_max_len rollout_max_context_len max_model_len vllm_max_model_length "
-        "prompt_length",
+        "prompt_length max_total_sequence_length seq_len data.max_len",
     "`layout.ep` splits the experts, and no expert is split": "expert_tensor_parallel_size",
     "the learner is Megatron-Core; `learner.optimizer.distributed` splits the optimizer's state": "zero_stage fsdp_size",
     "the learner is Megatron-Core": "actor.strategy ref.strategy critic.strategy train_backend",
@@ -205,16 +266,37 @@ WITHOUT_COUNTERPART = _by_name({
     "the learner's ranks always get even shares of the tokens": "balance_batch balance_data",
     "a part of a batch is a run of its prompts, in their order": "actor.shuffle critic.shuffle",
     "every step has its line": "logging_steps log_interval",
-    "the servers are SGLang's": "use_vllm rollout.name",
+    "the servers are SGLang's": "use_vllm rollout.name policy.generation_batch_size",
     "requests to the servers are always asynchronous": "rollout.mode",
     "the tokenizer is that of `model.path`": "tokenizer_path data.tokenizer",
     "there is no Ray": "ray_kwargs ray_init ray_wait_register_center_timeout",
-    "an evaluation takes all held-out prompts, or `evaluation.max_prompts` of them": "val_batch_size",
+    "an evaluation takes all held-out prompts, or `evaluation.max_prompts` of them": "val_batch_size valid_dataset.batch_size",
     "evaluations have `rollout.max_new_tokens` too": "eval_max_response_len",
     "evaluations sample from all tokens": "eval_top_p eval_top_k val_kwargs.top_p val_kwargs.top_k",
     "the optimizer is AdamW": "optim.optimizer optim.optimizer_impl",
+    "a response that is cut off at `rollout.max_new_tokens` is scored as it is, and learned from; a reward function gets its finish_reason":
+        "mask_truncated_completions overlong_filtering max_len_mask mask_no_eos_with_zero",
+    "every token of a response is learned from": "top_entropy_quantile",
+    "rewards and advantages are not scaled or clipped; a reward of your own can do so":
+        "reward_clip advantage_clip advantage_clip_low advantage_clip_high reward_scaling reward_bias disable_rewards_normalization",
+    "samples follow the softmax that the learner computes, without a penalty": "repetition_penalty",
+    "the model's shape is that of the config.json in `model.path`":
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels vocab_size "
+        "rotary_base rotary_percent norm_epsilon normalization swiglu qk_layernorm disable_bias_linear add_qkv_bias "
+        "position_embedding_type use_rotary_position_embeddings untie_embeddings_and_output_weights num_experts moe_layer_freq "
+        "moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_shared_expert_intermediate_size spec "
+        "make_vocab_size_divisible_by",
+    "Tandem sets Megatron-Core's kernels and precision itself":
+        "attention_backend attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 attention_dropout hidden_dropout "
+        "override_transformer_config moe_token_dispatcher_type moe_permute_fusion moe_router_dtype moe_grouped_gemm moe_enable_deepep "
+        "use_mbridge vanilla_mbridge use_dist_checkpointing use_precision_aware_optimizer use_torch_compile use_fused_kernels",
+    "the learner runs no code of a model's folder": "trust_remote_code",
+    "images are not read": "image_key data.image_key multimodal_keys",
 })  # fmt: skip
 """The values continue the sentence "it has no counterpart: "."""
 
-OTHER_BLOCKS = {"data", "algorithm", "actor_rollout_ref", "trainer", "reward_model", "optim"}
-"""verl's blocks: the keys within them are answered, though a name may be close to one of Tandem's."""
+OTHER_BLOCKS = {
+    "data", "algorithm", "actor_rollout_ref", "trainer", "reward_model", "optim", "train_dataset", "valid_dataset",
+    "train", "checkpointing",
+}  # fmt: skip
+"""Blocks of verl, AReaL, OpenRLHF and NeMo-RL: the keys within them are answered, though a name may be close to one of Tandem's."""

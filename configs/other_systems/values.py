@@ -38,7 +38,8 @@ OUR_NAMES: Mapping[tuple[str, str], Mapping[str, str]] = {
 NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
     ("aggregation", "type"): {
         "seq-mean-token-sum-norm": (
-            "verl divides the sum only by a constant, Tandem by a constant and the number of sequences",
+            "it needs a constant, verl's loss_scale_factor or, where that is null, the padded length; verl up to January 2026 divides by "
+            "it alone, later verl and Tandem also by the number of sequences",
             "write `type: sequence_mean_token_sum_over_constant` with a `constant`, usually max_new_tokens",
         )
     },

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from configs.loader import ConfigError, load_config, parse_config
 from configs.other_systems.fields import OTHER_FIELDS, WITHOUT_COUNTERPART
 from configs.reading.schema_shape import Shape
 from configs.schema import RunConfig
@@ -1343,6 +1344,49 @@ def test_fields_of_other_systems_are_told_by_fields_that_exist():
     assert [name for name in named if not exists(name)] == []
     assert not OTHER_FIELDS.keys() & RunConfig.model_fields.keys()
     assert not OTHER_FIELDS.keys() & WITHOUT_COUNTERPART.keys()
+
+
+def test_blocks_in_the_answers_to_other_systems_are_accepted(folder):
+    texts = [text for table in (OTHER_FIELDS, WITHOUT_COUNTERPART) for text in table.values()]
+    codes = {code for text in texts for code in re.findall(r"`(correction=[^`]+)`", text)}
+    corrections = [code for code in codes if "..." not in code]
+    assert len(corrections) >= 7
+    for correction in corrections:
+        load_config("run.yaml", [correction])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("train_batch_size", "prompts_per_step` prompts, each"),
+        ("generation_batch_size", "counts responses: generation_batch_size / num_generations"),
+        ("orchestrator.batch_size", "counts responses: batch_size / group_size"),
+        ("rollout.batch_size", "prompts_per_step` prompts, each"),
+        ("train.batch_size", "`learner.minibatches` is the number"),
+        ("train_dataset.batch_size", "prompts_per_step` prompts, each"),
+        ("train_dataset.path", "`task.train_path`"),
+        ("eval.n_samples_per_prompt", "`evaluation.samples_per_prompt`"),
+        ("eval.dataset", "`task.heldout_path`"),
+        ("checkpointing.save_period", "`checkpoint.every`"),
+        ("policy.generation_batch_size", "no counterpart"),
+        ("policy.optimizer.kwargs.lr", "`learner.optimizer.lr`"),
+        ("critic.optimizer.grad_clip", "`critic.optimizer.clip_grad`"),
+        ("gconfig.max_new_tokens", "`rollout.max_new_tokens`"),
+        ("policy.generation.temperature", "`rollout.temperature`"),
+        ("orchestrator.group_size", "`rollout.group_size`"),
+        ("kl_ctl", "`kl.place` reward"),
+        ("critic.model_name_or_path", "`critic.model.path`"),
+        ("actor.adam.lr", "`learner.optimizer.lr`"),
+        ("critic.adam.lr", "`critic.optimizer.lr`"),
+        ("opsm_delta", "without the gap of the engines"),
+        ("off_policy_mask_threshold", "`correction.off_policy_mask`, in nats per token"),
+    ],
+)
+def test_a_name_of_several_systems_is_answered_by_what_stands_before_it(folder, name, told):
+    given = parse_config("run.yaml", [f"{name}=1"])
+    with pytest.raises(ConfigError) as raised:
+        given.validated()
+    assert any(told in problem.fix for problem in raised.value.problems)
 
 
 def test_a_misspelt_command_is_not_answered_with_a_hidden_one(folder, monkeypatch, capsys):

@@ -305,9 +305,9 @@ ray_kwargs: {ray_init: {num_cpus: null}}
 """
 """A GRPO run by the names of verl's ppo_trainer.yaml, with those of other versions that scripts have."""
 NOT_KNOWN = {
-    "data": "return_raw_chat image_key custom_cls.path custom_cls.name",
+    "data": "return_raw_chat custom_cls.path custom_cls.name",
     "actor_rollout_ref": (
-        "model.trust_remote_code model.override_config actor.use_torch_compile actor.checkpoint.save_contents "
+        "model.override_config actor.checkpoint.save_contents "
         "actor.fsdp_config.wrap_policy.min_num_params rollout.load_format rollout.agent.num_workers"
     ),
     "reward_model": "launch_reward_fn_async",

@@ -131,3 +131,47 @@ def test_the_column_here_is_one_config_with_the_counts_of_the_others(config):
         parts * config.checkpoint.every,
     )
     assert config.objective.type == "clipped" and config.advantage.type == "grpo"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# defaults that differ
+
+
+def default_rows() -> list[list[str]]:
+    page = (DOCS / "coming_from.md").read_text(encoding="utf-8")
+    table = re.search(r"^\|.*?(?=\n\n)", page.split("## Defaults that differ\n")[1], re.DOTALL | re.MULTILINE)
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table[0].splitlines()]
+    assert lines[0] == ["here", *SYSTEMS, "to have theirs"] and len(lines) > 10
+    return lines[2:]
+
+
+def test_the_defaults_in_the_table_are_those_of_the_schema(tmp_path):
+    Path(tmp_path, "run.yaml").write_text("model: {path: m}\ntask: {type: jsonl, train_path: d}\n", "utf-8")
+    config = load_config(tmp_path / "run.yaml")
+    optimizer, evaluation, weight = config.learner.optimizer, config.evaluation, config.correction.weight
+    told = [
+        (weight.level, weight.bound, weight.upper) == ("token", "truncate", 2),
+        config.objective.dual_clip == 3,
+        config.aggregation.type == "token_mean",
+        (config.kl.place, config.kl.estimator, config.kl.coefficient) == ("loss", "k3", 0),
+        optimizer.betas == (0.9, 0.95),
+        optimizer.weight_decay == 0,
+        optimizer.schedule == "constant",
+        config.sampler.type == "shuffle",
+        config.task.apply_chat_template,
+        config.rollout.max_new_tokens == 1024,
+        (evaluation.temperature, evaluation.greedy) == (1, False),
+        evaluation.at_ends,
+        (config.checkpoint.every, config.checkpoint.keep) == (0, 2),
+    ]
+    assert told == [True] * len(default_rows())
+
+
+def test_the_settings_that_restore_a_default_of_the_others_are_accepted(tmp_path):
+    Path(tmp_path, "run.yaml").write_text("model: {path: m}\ntask: {type: jsonl, train_path: d}\n", "utf-8")
+    default, count = load_config(tmp_path / "run.yaml"), 0
+    for row in default_rows():
+        for setting in re.findall(r"`([a-z_.]+=[^`]+)`", row[-1]):
+            assert load_config(tmp_path / "run.yaml", [setting]) != default, setting
+            count += 1
+    assert count >= 12
