@@ -1,5 +1,5 @@
-"""What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded
-batches. Engines are records of what they were asked; real ones are resumed in
+"""What a resumed run continues from: the critic beside the policy, the moved KL coefficient, its own recorded
+batches. Engines here only record their calls; real ones are resumed in
 tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
 """
 
