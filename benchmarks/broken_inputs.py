@@ -415,7 +415,7 @@ def table(results: list[Result], machine: dict) -> str:
         "# Broken inputs", "",
         f"{len(results)} inputs through the command line, {len(results) - len(bad)} answered as they should be: the expected exit code, no",
         f"traceback, at most {MOST_CPU_S:g} CPU seconds, no file and no process left. Slowest: {slowest.cpu_s:.1f} CPU seconds",
-        f"({slowest.case.name}). `python benchmarks/broken_inputs.py` makes this table; what each input is stands there.", "",
+        f"({slowest.case.name}). `python benchmarks/broken_inputs.py` makes this table, and describes each input.", "",
         f"{date.today()}, {machine['commit']}: {machine['cores']} cores, {machine['cpu']}, load {machine['load']} at the start.", "",
     ]  # fmt: skip
     for group in dict.fromkeys(result.case.group for result in results):

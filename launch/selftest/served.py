@@ -153,7 +153,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         with one_bit_flipped():
             told = _refusal_of(there.sync)
         (served,) = there.control.versions()
-        there.turns.give_to_servers()  # the next learner asks it for memory, and it can give back only what it has
+        there.turns.give_to_servers()  # the next learner takes their memory, and they can give back only what they hold
     if FOUND_BY_SERVER not in told:
         raise CheckFailed(f"the server refused the update for another reason: {told}")
     if served != version:

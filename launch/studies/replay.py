@@ -79,7 +79,7 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
 
 def answer_request(folder: RunFolder, config: RunConfig) -> None:
     """The replay-rank role: replays the recorded step of the request file with gradients of the parameters, in one process
-    for every layout of the run."""
+    whatever the run's layout."""
     request = json.loads(request_file(folder).read_text())
     corrections = corrections_named(folder, request["corrections"])
     write_results(folder, config, request["step"], corrections, with_gradients=True)

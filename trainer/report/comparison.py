@@ -38,7 +38,7 @@ PANELS = tuple(
     )
 )
 LAST_STEPS = 10
-"""Steps at the end of a run whose mean stands in the table of results."""
+"""Steps at the end of a run whose mean is in the table of results."""
 ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
 MEANS = (
     ("reward", known("reward/before_selection"), ".3f"),

@@ -134,7 +134,7 @@ PICTURES = (
         name="reward_parts",
         title="Parts of the reward, and groups",
         about="Means of the parts of the reward, over the responses that have them; groups whose siblings all score the same, which carry "
-        "no signal; and the groups that dynamic sampling sampled anew.",
+        "no signal; and the groups that dynamic sampling sampled again.",
         panels=(
             Lines("Parts of the reward", {"reward/part/*": "*"}),
             Lines(
@@ -149,7 +149,7 @@ PICTURES = (
             Lines(
                 "Dynamic sampling",
                 {
-                    "sampling/resampled_groups": "sampled anew",
+                    "sampling/resampled_groups": "sampled again",
                     "sampling/filled_groups": "filled without signal",
                 },
                 bounds=(0, None),

@@ -40,7 +40,7 @@ class GrowingMetrics:
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, list[dict[str, Any]]()
         self._inode, self._end, self._last = 0, 0, b""
-        """Of what was read: the file, the end of its last whole line, and that line."""
+        """The file that was read, the end of its last whole line, and that line."""
 
     def read(self) -> list[dict[str, Any]]:
         """Like ``read_metrics``, for a file that is being written; no lines if it does not exist. Unchanged

@@ -72,7 +72,7 @@ class Stretch:
 
     @property
     def title(self) -> str:
-        """What it is, how many tokens it has, the ages of sampled ones unless all are 0, and what the turn has earned."""
+        """The kind of stretch, its number of tokens, the ages of sampled tokens unless all are 0, and the turn's reward."""
         count = sum(piece.end - piece.start for piece in self.pieces)
         if self.turn is None:
             return f"{'observed' if self.number else 'prompt'}, {counted(count, 'token')}"
