@@ -17,7 +17,7 @@ from rollout.terminal_text import tandem_command
 from trainer.tracking.mlflow_thread import Status
 
 ServiceName = Literal["wandb", "tensorboard"]
-"""Also the name of the package that it needs, which Tandem does not install."""
+"""Also the name of the package that it needs. Of the requirements only those of the tests have it."""
 
 
 def services_of(config: RunConfig) -> list[ServiceName]:

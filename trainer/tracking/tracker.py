@@ -163,7 +163,7 @@ class Tracker:
         self._console.note(text)
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        """Send a file, or the files of a folder, to MLflow in the background. folder: of MLflow's artifacts."""
+        """Send a file, into ``folder`` of MLflow's artifacts, or the files of a folder, in the background."""
         self._mlflow.put(Artifact(path, path.name if path.is_dir() else folder))
 
     def close(self, status: Status) -> None:
