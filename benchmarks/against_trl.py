@@ -9,8 +9,8 @@ call (``--environment``), with the torch version that Tandem has.
 
 A round is one run of each side, from the same seed; each round has another seed. Reported: seconds of a step
 and of its parts, samples/s, held-out accuracy before and after. The first steps of a run are not counted.
-Beside the median stands the tenth percentile: on a shared machine the steps that others disturbed least. Two
-torch threads suffer most from other work, since each waits for the other at every operation.
+The tenth percentile is shown beside the median: on a shared machine it has the steps that others disturbed least.
+Two torch threads suffer most from other work, because each waits for the other at every operation.
 
     sampling    Tandem: from the learner's request to its groups, rewards included. TRL: ``_generate``.
     update      forward, backward, optimizer
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def trl_environment(folder: Path) -> Path:
-    """The interpreter of an environment with the newest TRL, made where ``folder`` has none."""
+    """The interpreter of an environment with the newest TRL, made if ``folder`` has none."""
     import torch
 
     python, stamp = folder / "bin" / "python", folder / f".complete-torch-{torch.__version__}"
@@ -128,7 +128,7 @@ def measure(
     sides = [*trl, *tandem]
     runs: dict[str, list[dict]] = {side: [] for side in sides}
     for seed in range(rounds):
-        # The order alternates, so that a drift of the machine meets all sides.
+        # The order alternates, so a drift of the machine affects all sides.
         for side in sides[:: 1 if seed % 2 == 0 else -1]:
             with tempfile.TemporaryDirectory() as folder:
                 if side in tandem:

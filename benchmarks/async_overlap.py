@@ -1,4 +1,4 @@
-"""Seconds per step by ``rollout.max_staleness``: what sampling ahead saves where each engine has a core of its own.
+"""Seconds per step by ``rollout.max_staleness``: the time that sampling ahead saves if each engine has its own core.
 
 Ordinary ``tandem train`` runs, in turn: k = 0 (synchronous), 1, 2 and 4, then the other way round, for several rounds.
 Servers and sample role are bound to the first core, the learner (one rank) to the second.
@@ -8,8 +8,8 @@ Servers and sample role are bound to the first core, the learner (one rank) to t
   512), so that their lengths are spread like an exponential distribution.
 
 ``bound``: the longer of sampling and training in the synchronous run, plus the update of the weights. Two engines
-that never wait for one another take that long for a step. The target is of the longer one alone: at most ``TARGET``
-of it at k = 1.
+that never wait for one another take that long for a step. The target compares with the longer one alone: at most
+``TARGET`` times its seconds at k = 1.
 """
 
 import json
@@ -96,7 +96,7 @@ def make_long_model(folder: Path, mean: float = LONG_MEAN) -> Path:
 def measure(name: str, model: Path, folder: Path, rounds: int, steps: int, drain_s: float) -> dict:
     seconds: dict[int, dict[str, list[float]]] = {k: {} for k in STALENESS}
     for round_ in range(rounds):
-        # The order alternates, so that a drift of the machine meets all of them.
+        # The order alternates, so a drift of the machine affects all of them.
         for k in STALENESS[:: 1 if round_ % 2 == 0 else -1]:
             settings = [*WORKLOADS[name], f"rollout.max_staleness={k}", f"steps={steps}"]
             settings += [f"rollout.drain_s={drain_s}"] if k and name == "short" else []
@@ -126,7 +126,7 @@ def _spread(values: list[float]) -> dict | None:
 
 
 def run(model: Path, folder: Path, settings: list[str], *, bound: bool = True) -> list[dict]:
-    """One run; the rows of its steps. bound: a learner of one rank has a core of its own."""
+    """The rows of one run's steps. bound: a learner of one rank has its own core."""
     folder.mkdir()
     fixed = [
         f"model.path={model}",

@@ -11,8 +11,8 @@ next event. Servers, learner and lengths are models:
 It shows what two cores cannot: how strict order and long responses leave servers idle, and what k gives back.
 ``--windows`` compares strict order with a window of W groups: a step takes the first P that are finished among the
 numbers m ... m + W - 1, where m is the oldest group that is not trained on. As many groups are under way as in strict
-order, and a token may be up to k + ceil((W - 1) / P) versions old. The product has no such window: strict order with
-a k of that bound is compared with it.
+order, and a token may be up to k + ceil((W - 1) / P) versions old. The product has no such window. It is compared with
+strict order whose k is this bound.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class _Jumping(selectors.SelectSelector):
 
 
 class WindowedPool:
-    """Like ``GroupPool``, but a step takes what is finished within a window of numbers."""
+    """Like ``GroupPool``, but a step takes the finished groups of a window of numbers."""
 
     def __init__(self, sample, window: int) -> None:
         self._sample, self._window = sample, window
@@ -107,7 +107,7 @@ class Lag:
 class Step:
     seconds: float
     waited_s: float
-    """For its samples."""
+    """Seconds of waiting for the step's samples."""
     busy_slot_s: float
     lags: list[Lag]
 
@@ -136,7 +136,7 @@ class Simulated:
         )
 
     async def _sample(self, number: int, sibling: int) -> list[tuple[int, float]]:
-        """(version, tokens) of its parts."""
+        """(version, tokens) of each part of a sample."""
         drawn = random.Random(f"{self.seed} {number} {sibling}").gauss(
             math.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA
         )
@@ -185,7 +185,7 @@ class Simulated:
             self.newest += 1
             self._update.clear()
             self._is_open.set()
-            # The update has ended every part, so that what is busy so far is of this step and those before it.
+            # The update has ended every part, so the busy seconds so far are of this step and those before it.
             busy_s = self.busy_slot_s - sum(step.busy_slot_s for step in self.steps)
             self.steps.append(Step(loop.time() - began, waited_s, busy_s, lags))
 

@@ -1,10 +1,10 @@
-"""Broken inputs through the real command line: how long the answer takes, exit code, what is said, and what
-is left behind.
+"""Broken inputs through the real command line: how long the answer takes, the exit code, the message, and the files
+and processes left behind.
 
-Each case runs ``python -m launch …`` under a shell in a new folder, with a tiny model, a sound config and a
-sound data file beside what is broken. Bad is: a traceback, another exit code than expected, more than 5 CPU
-seconds, the wall clock's limit, a file or a process that was not there before. ``T`` stands for the command;
-a case whose input is odd yet usable is expected to end with 0.
+Each case runs ``python -m launch …`` under a shell in a new folder, with a tiny model, a sound config and a sound
+data file besides the broken input. A case fails by a traceback, another exit code than expected, more than 5 CPU
+seconds, the limit of the wall clock, or a file or process that was not there before. ``T`` stands for the command.
+A case whose input is odd but usable is expected to end with 0.
 
     python benchmarks/broken_inputs.py [--only WORDS] [--out FILE]
 """
@@ -36,7 +36,7 @@ BAD, FAILED = 2, 1
 MADE_ON_PURPOSE = re.compile(
     r"^work/run/(report\.html|figures)|^tmp/torchinductor_|/export-lock$|^work/run/roles$"
 )
-"""The report that was asked for, torch's own cache, and the lock of an export."""
+"""Files that may be left: a requested report, torch's own cache, and the lock of an export."""
 TRY = "T train run.yaml --dry-run"
 Prepare = Callable[[Path], object]
 
@@ -343,7 +343,7 @@ def run(case: Case, template: Path) -> Result:
             "PYTHONDONTWRITEBYTECODE": "1",
             key: value,
         }
-        # A limit of memory: an input that never ends must not take the machine's.
+        # The memory is limited, so an input that never ends cannot take all of the machine's.
         script = f'ulimit -v {MOST_MEMORY_KIB}\nT() {{ "{sys.executable}" -m launch "$@"; }}\n{case.command}'
         spent, began = cpu_s(), time.monotonic()
         shell = subprocess.Popen(
@@ -372,7 +372,7 @@ def files(folder: Path) -> set[str]:
 
 
 def processes(mark: str) -> tuple[str, ...]:
-    """Those that carry the mark in their environment; they are ended."""
+    """The processes that carry the mark in their environment. They are ended."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -391,7 +391,7 @@ def cpu_s() -> float:
 
 
 def answer(said: str) -> str:
-    """The error and its fix of a config, or the last lines of anything else."""
+    """The error and the fix of a config, or the last lines of any other output."""
     error, fix = re.search(r"^  error: (.*)", said, re.M), re.search(r"^  fix: +(.*)", said, re.M)
     if error and fix:
         text = f"{error[1]}; {fix[1]}"
@@ -415,7 +415,7 @@ def table(results: list[Result], machine: dict) -> str:
         "# Broken inputs", "",
         f"{len(results)} inputs through the command line, {len(results) - len(bad)} answered as they should be: the expected exit code, no",
         f"traceback, at most {MOST_CPU_S:g} CPU seconds, no file and no process left. Slowest: {slowest.cpu_s:.1f} CPU seconds",
-        f"({slowest.case.name}). `python benchmarks/broken_inputs.py` makes this table; what each input is stands there.", "",
+        f"({slowest.case.name}). `python benchmarks/broken_inputs.py` makes this table, and describes each input.", "",
         f"{date.today()}, {machine['commit']}: {machine['cores']} cores, {machine['cpu']}, load {machine['load']} at the start.", "",
     ]  # fmt: skip
     for group in dict.fromkeys(result.case.group for result in results):

@@ -3,10 +3,10 @@ checking the hashes before a load. Target of the hashes: 5 % of a save at most.
 
     cost = median seconds of a save with hashes / median seconds of a save without - 1
 
-One Megatron process, saves in turn, so that the disk's moods meet both. Without: files are listed with their
-sizes alone, as they were before hashes. ``--place`` names the file system; on one in memory (/dev/shm) no
-disk hides the hashing: that is the worst case. Hashing is also timed by itself, over the checkpoint's files
-from the page cache: what it would cost if it came after writing.
+One Megatron process saves both ways in turn, so the disk's changing speed affects both. Without hashes, files are
+listed only with their sizes, as they were before hashes existed. ``--place`` names the file system; on one in memory
+(/dev/shm) no disk hides the hashing: that is the worst case. Hashing is also timed by itself, over the checkpoint's
+files from the page cache: its cost if it came after writing.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def measure(folder: Path, rounds: int, *, quick: bool) -> tuple[dict[str, list[f
     variants = (WITHOUT, WITH, FORKED)
     seconds: dict[str, list[float]] = {name: [] for name in (*variants, WAIT, ALONE, CHECK)}
     around = {WITHOUT: without_hashes, WITH: lambda: waits_timed(seconds[WAIT]), FORKED: by_forked_processes}
-    for step in range(-1, rounds):  # the first counts for nobody
+    for step in range(-1, rounds):  # the first does not count
         for variant in variants if step % 2 else variants[::-1]:
             target = step_folder(folder, step + 1)
             with around[variant]():
@@ -100,8 +100,8 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 
 @contextlib.contextmanager
 def waits_timed(seconds: list[float]) -> Iterator[None]:
-    """Inside, how long a save waits, after its last byte is on the disk, for files to be hashed to their
-    ends."""
+    """Inside, the time is taken that a save waits, after its last byte is on the disk, until the hashes are
+    complete."""
     from parallel.checkpoints import checkpoint
 
     follow = checkpoint.hashed_while_written
@@ -121,7 +121,7 @@ def waits_timed(seconds: list[float]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_hashes() -> Iterator[None]:
-    """The same way of saving, in which nothing is hashed."""
+    """Inside, saves are the same but hash nothing."""
     from parallel.checkpoints import checkpoint
     from parallel.checkpoints import files as checkpoint_files
     from parallel.checkpoints.files import FileRecord
@@ -141,7 +141,7 @@ def without_hashes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_forked_processes() -> Iterator[None]:
-    """The same way of saving, in which Megatron forks its writers."""
+    """Inside, saves are the same but Megatron forks its writers."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from parallel.checkpoints import writers

@@ -30,7 +30,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 def announce(**about) -> dict:
     """Print what figures depend on: the machine, its load, the commit, and ``about``. Returns it, for the result.
 
-    Called before anything is measured: the load is then that of other work."""
+    Call it before measuring: the load is then that of other work."""
     made = {"hardware": hardware(), **about}
     print(json.dumps(made, indent=2, default=str), flush=True)
     return made
@@ -57,7 +57,7 @@ def hardware() -> dict:
 
 
 def commit() -> str:
-    """Of the checkout, with a + where files differ from it; ? outside of one."""
+    """The checkout's commit, with a + if files differ from it; ? outside of a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     found = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -71,7 +71,7 @@ def commit() -> str:
 
 
 def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each side in each round. The order alternates, so that a drift of the machine meets all of them."""
+    """CPU seconds of each side in each round. The order alternates, so a drift of the machine affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in sorted(sides, reverse=number % 2 == 1):
@@ -82,12 +82,13 @@ def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """The ratio of each round."""
     return [one / other for one, other in zip(of, to, strict=True)]
 
 
 def in_own_process(file: str, *arguments: str, env: Mapping[str, str] = os.environ) -> Any:
-    """What the benchmark ``file`` prints last, as JSON, in a process whose memory is that of one measurement."""
+    """Run the benchmark ``file`` in a separate process, whose memory is then that of one measurement. Returns its last
+    line, from JSON."""
     command = [sys.executable, file, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600, env=env)
     return json.loads(done.stdout.splitlines()[-1])
@@ -124,13 +125,13 @@ def line(name: str, seconds: Sequence[float]) -> str:
 
 
 def cell(values: Sequence[float], form: str = "{:.3f}") -> str:
-    """Median (min - max), as a table has it."""
+    """Median (min - max), for a table."""
     low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
     return f"{middle} ({low} - {high})"
 
 
 def table_row(cells: Iterable[object]) -> str:
-    """Of a Markdown table."""
+    """A row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -141,7 +142,7 @@ def table_head(titles: Sequence[str]) -> str:
 
 @contextmanager
 def figure(path: Path, *, dpi: int, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """Axes to draw on, one or an array of them; written at the end. options: of ``pyplot.subplots``."""
+    """Axes to draw on, one or an array of them. The figure is written at the end. options: of ``pyplot.subplots``."""
     import matplotlib
 
     matplotlib.use("Agg")

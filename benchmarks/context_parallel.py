@@ -1,12 +1,12 @@
 """One long sequence trained whole and split over context-parallel ranks: memory of autograd against the planner's
 arithmetic, and whether the step is the same.
 
-    held    = bytes that autograd keeps at the most on a rank in one update, each storage once
+    held    = the most bytes that autograd keeps on a rank in one update, each storage once
     planned = ``activations.activation_bytes`` of that layout
     above   = (greatest resident memory of the rank - that before the update)
 
-Every rank is a process with one thread. Seconds are of one update, without a second one to compare with: the
-ranks of one layout share the machine's cores.
+Every rank is a process with one thread. Seconds are of a single update, and do not compare layouts: the ranks of
+one layout share the machine's cores.
 """
 
 import resource
@@ -84,7 +84,7 @@ def update_of_rank(model: Path, cp: int, tokens: int) -> dict[str, Any]:
 
     engine = make_engine(model, layout=LayoutConfig(cp=cp, dp=1))
     batch = make_batch([tokens + 1], vocab=SIZES["vocab_size"])
-    engine.logprobs([make_batch([9])], temperature=1.0)  # first-use allocations are nobody's
+    engine.logprobs([make_batch([9])], temperature=1.0)  # first-use allocations do not count
     kept = KeptBytes(parameter for chunk in engine.chunks for parameter in chunk.parameters())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()

@@ -7,16 +7,17 @@ computes: the learner's update takes ``--update-s`` seconds.
 
     simulated servers, ``--per-process`` each   sample role   rank 0 ... rank R - 1, gloo
 
-For each ``--staleness`` k it prints, over the steps after the first 1 + k, in which each process does a step's work per step:
+For each ``--staleness`` k it leaves out the first 1 + k steps, after which each process does one step's work per step. Of the
+other steps it prints:
 
-- CPU of each process, microseconds per response token of the step, all threads; of the simulated servers all together. Its
-  inverse is what the process can carry on a core of its own. The least of these is the next limit, and divided by a server's
-  rate it is the knee: so many servers keep that process busy, and more of them wait.
+- CPU of each process in microseconds per response token of the step, over all threads; the simulated servers are one row.
+  The inverse is the rate that the process can carry on its own core. The lowest rate is the next limit. Divided by a server's
+  rate it is the knee: that many servers keep the process busy, and further servers wait.
 - tokens per second by the clock, and the idle share of the servers' slots.
-- memory: peak of each process above what it had when it was ready, against the bytes of a step's samples.
+- memory: peak of each process above its memory when it was ready, against the bytes of a step's samples.
 
-With ``--tokens-per-s 0`` answers come at once, and the tokens per second are what this machine carries. A machine with
-fewer cores than processes shares them: CPU time per token is then what another machine would have too, and the clock is not.
+With ``--tokens-per-s 0`` answers come at once, and the tokens per second are the rate that this machine carries. If it has
+fewer cores than processes, they share cores. CPU time per token then still holds for other machines, but the clock does not.
 
 Target: 1 million tokens per second, so at most 1 microsecond per token in every process.
 """
@@ -71,7 +72,7 @@ def main() -> None:
     options.add_argument("--copies", type=int, default=1, help="ranks with the same share")
     options.add_argument("--digests", action="store_true", help="shared prompts: learner.share_prompts")
     options.add_argument(
-        "--parts", action="store_true", help="instead: single parts, as they are and as they were"
+        "--parts", action="store_true", help="measure single parts instead, as they are and as they were"
     )
     options.add_argument("--full", action="store_true", help="1024 responses of 8k tokens a step")
     given = options.parse_args()
@@ -80,7 +81,7 @@ def main() -> None:
     if given.full:
         vars(given).update(FULL)
     if given.ranks % given.copies:
-        options.error(f"--ranks {given.ranks} is no multiple of --copies {given.copies}")
+        options.error(f"--ranks {given.ranks} is not a multiple of --copies {given.copies}")
     about = announce(given={k: v for k, v in vars(given).items() if k not in ("json", "quick", "full")})
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +172,7 @@ def measure(folder: Path, given: argparse.Namespace, staleness: int) -> dict:
         ]
         line = ranks[0].stdout.readline()
         if not line:
-            raise SystemExit("rank 0 ended without a result; its error stands above")
+            raise SystemExit("rank 0 ended without a result; see its error above")
         for process in ranks:
             process.wait()
         return json.loads(line)
@@ -179,7 +180,7 @@ def measure(folder: Path, given: argparse.Namespace, staleness: int) -> dict:
 
 @contextmanager
 def started(arguments: Sequence[str]) -> Iterator[subprocess.Popen]:
-    """A process of this folder's file. It ends with the block, or with its parent, by the end of its standard input."""
+    """A process of this folder's file. Its standard input ends with the block or with its parent, and so does the process."""
     command = [sys.executable, str(ROOT / "benchmarks" / arguments[0]), *arguments[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -230,7 +231,7 @@ def tell(result: dict, given: argparse.Namespace) -> None:
 
 
 def tell_parts(folder: Path) -> None:
-    """Print CPU time per token of what was mended, on the prepared answers: the least of several rounds."""
+    """Print CPU time per token of the parts that were made faster, on the prepared answers: the least of several rounds."""
     from benchmarks.simulated_servers import Answers
     from rollout.byte_level import decoder_of
     from rollout.records import TOKEN_IDS
@@ -311,7 +312,7 @@ def sample_role(run: Path, plan: dict) -> None:
 
 @contextmanager
 def profiled(file: Path) -> Iterator[None]:
-    """With TANDEM_PROFILE=FOLDER in the environment: cProfile's statistics of the block into that folder."""
+    """If TANDEM_PROFILE=FOLDER is in the environment, write cProfile's statistics of the block into that folder."""
     folder = os.environ.get("TANDEM_PROFILE")
     if folder is None:
         yield
@@ -339,7 +340,7 @@ class Processes:
         return {name: sum(map(_cpu_s, pids)) for name, pids in self._pids.items()}
 
     def peak_mib(self) -> dict[str, tuple[float, float]]:
-        """(above what they had at the start, in all)"""
+        """(peak above the memory at the start, whole peak)"""
         peaks = {name: self._memory(name, "VmHWM") for name in self._pids}
         return {name: (peak - self._before[name], peak) for name, peak in peaks.items()}
 
@@ -445,7 +446,7 @@ class Rank:
         return sampled.groups
 
     def _slots(self) -> float:
-        """Seconds of slots in which the servers have sampled."""
+        """Slot-seconds in which the servers have sampled."""
         from urllib.request import urlopen
 
         counts = (json.loads(urlopen(f"{url}/simulated").read()) for url in self._plan["urls"])

@@ -2,8 +2,8 @@
 length: which preset to pick.
 
 A softmax policy over 3 tokens, one row of logits per prefix, so that every sequence is known; the rollout's
-logits are the learner's plus normal noise. Of the gradient of one batch of N sequences that the rollout
-sampled, at the first update (old = current), by the trainer's own functions:
+logits are the learner's plus normal noise. The estimate is the gradient of one batch of N sequences that the
+rollout sampled, at the first update (old = current), by the trainer's own functions:
 
     bias    |E[estimate] - g| / |g|                 g = d E_learner[reward], the on-policy gradient
     noise   sqrt(trace of the estimate's covariance) / |g|
@@ -171,8 +171,8 @@ def estimate(world: World, config: CorrectionConfig) -> dict[str, float]:
 
 
 def merge_equal(columns: list[dict]) -> dict[str, str]:
-    """The rows, by geometric mean of their error: first name -> all the names of presets that are the same
-    estimator everywhere here."""
+    """The rows, sorted by the geometric mean of their error: first name -> all names of the presets that are the same
+    estimator in every column."""
     rows: dict[tuple, list[str]] = {}
     for name in PRESETS:
         key = tuple(f"{column['presets'][name][m]:.8f}" for column in columns for m in ("bias", "noise"))

@@ -2,13 +2,13 @@
 
 An engine without delay answers requests of a client in another process, over HTTP. Conversations grow by a question of
 ``--question`` tokens and an answer of ``--answer`` tokens per turn, and every request repeats the whole conversation, as
-OpenAI's API wants it.
+OpenAI's API requires.
 
 - work: CPU time of the gateway's process per turn, the median over rounds. This is what bounds the turns per second.
 - start: CPU time of an agent that imports OpenAI's client and makes one, with its guard: as a process of its own, and as
   a fork behind ``preload: [openai.resources.chat]``.
-- answer: time of a request as its client sees it, the median over all turns. Of 256 sessions without any sampling
-  between two requests, it is the queue of the other 255.
+- answer: time of a request as its client sees it, the median over all turns. With 256 sessions and no sampling
+  between two requests, it is the time in the queue behind the other 255.
 
 Target: at most 5 ms of work per turn, with 1 and with 256 sessions at once.
 """

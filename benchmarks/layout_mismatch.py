@@ -29,7 +29,7 @@ TO_THE_LIMIT = (
     """rollout.server_args={preferred_sampling_params: '{"ignore_eos": true}'}""",
 )
 LAYER_SCALE, HEAD_SCALE = 6.0, 10.0
-"""Of a freshly made tiny model, whose layers do next to nothing and whose distributions are all but uniform.
+"""Factors for a freshly made tiny model, whose layers do next to nothing and whose distributions are almost uniform.
 """
 MADE = (
     f"random (seed 0), no trained model: the layers' matrices are multiplied by {LAYER_SCALE:g} and the final norm by {HEAD_SCALE:g}, so "
@@ -44,16 +44,14 @@ SAME_SP = (
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--config", type=Path, default=ROOT / "configs/recipes/countdown_tiny.yaml")
-    options.add_argument(
-        "--model", type=Path, help="a Hugging Face folder; random weights where none is given"
-    )
-    options.add_argument("--learner", action="append", help=f"layouts, in place of {', '.join(LEARNERS)}")
-    options.add_argument("--rollout", action="append", help=f"layouts, in place of {', '.join(ROLLOUTS)}")
+    options.add_argument("--model", type=Path, help="a Hugging Face folder; random weights if none is given")
+    options.add_argument("--learner", action="append", help=f"layouts, instead of {', '.join(LEARNERS)}")
+    options.add_argument("--rollout", action="append", help=f"layouts, instead of {', '.join(ROLLOUTS)}")
     options.add_argument("--prompts", type=int, default=256)
     options.add_argument(
         "--results",
         type=Path,
-        help="where, without .md (default: benchmarks/results/layout_mismatch, with --quick nowhere that stays)",
+        help="where, without .md (default: benchmarks/results/layout_mismatch, with --quick a temporary folder)",
     )
     options.add_argument("override", nargs="*", help="KEY=VALUE, as for tandem mismatch")
     given = options.parse_args()
@@ -96,7 +94,7 @@ def makes_model(given) -> bool:
 
 
 def command(given, prompts: int) -> str:
-    """What to type for the same study; where files lie on this machine is left out."""
+    """The command of the same study, without the paths of this machine."""
     words = [f"--model {given.model}"] if given.model else []
     if given.config != ROOT / "configs/recipes/countdown_tiny.yaml":
         words.append(f"--config {given.config}")
@@ -122,7 +120,7 @@ def make_sharp_model(folder: Path) -> None:
 
 
 def is_sp_the_same(result: dict) -> bool:
-    """Whether every learner with SP on two ranks gave the bits of the one without, and no other was compared."""
+    """Whether every learner with SP on two ranks gave the same bits as without SP, and no other SP was compared."""
     from configs.schema.layout import parse_layout
 
     rows = [row for row in result["comparisons"] if row["about"] == "sp"]

@@ -5,12 +5,12 @@ peak that arithmetic attains.
 
     attained = FLOPs of the pass (``parallel/planning/flops.py``) / (median seconds x peak FLOP/s of the data sheet)
 
-Of the model config.json is enough: its weights are drawn at random. Each case has a process of its own, one micro-batch in an
-update and in the pass before it, and sequences of equal length, of which the first eighth is prompt. Seconds are of the
-whole call, with the host's part; AdamW, the last part of an update, is also timed alone.
+The model needs only config.json: its weights are drawn at random. Each case has its own process, one micro-batch in an update
+and in the pass before it, and sequences of equal length, of which the first eighth is prompt. Seconds are of the whole call,
+with the host's part; AdamW, the last part of an update, is also timed alone.
 
-At the end three figures of a description (``configs/hardware/``) are fitted to the passes in bfloat16 without adapters: what
-products with weights and attention attain, and the seconds of a pass that do not depend on FLOPs.
+At the end three figures of a description (``configs/hardware/``) are fitted to the passes in bfloat16 without adapters: the
+shares of the peak that products with weights and attention attain, and the seconds of a pass that do not depend on FLOPs.
 """
 
 import json
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """The last one of a sequence is no input."""
+        """Input tokens: the last token of a sequence is not an input."""
         return self.sequences * (self.length - 1)
 
     @property
@@ -167,7 +167,7 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
 
 
 def beside(config: "RunConfig", case: Case, gpu: str, measured: dict) -> dict:
-    """What a plan says of the same passes, and the shares of the peak that were attained."""
+    """A plan's estimates of the same passes, and the shares of the peak that were attained."""
     from configs.reading.hardware import read_hardware
     from parallel.megatron import platform
     from parallel.planning.architecture import architecture_of
@@ -211,7 +211,7 @@ def beside(config: "RunConfig", case: Case, gpu: str, measured: dict) -> dict:
 
 
 def passes(recompute: str) -> int:
-    """Of an update: forward, backward, and layers that are computed again."""
+    """Passes of an update: forward, backward, and layers that are computed again."""
     return 3 if recompute == "full" else 2
 
 

@@ -4,8 +4,8 @@ quarter of the memory.
     memory ratio = (peak resident memory with chunks - before) / (the same with whole logits)
     time ratio   = median seconds with chunks / median seconds with whole logits, forward and backward
 
-Each variant runs in processes of its own, in turn, so that one's freed memory cannot serve the other; the
-chunked backward computes each chunk's logits a second time, which is what the memory costs.
+Each variant runs in its own processes, in turn, so one cannot use memory that the other has freed. The chunked
+backward computes each chunk's logits a second time: that is the price of the memory saved.
 """
 
 import json
@@ -90,7 +90,7 @@ def measure(variant: str) -> dict:
         (logprobs_T.sum() + entropy_T.sum()).backward()
         return time.perf_counter() - began
 
-    once(8)  # first-use allocations are nobody's
+    once(8)  # first-use allocations do not count
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = once(CONFIG["tokens"])
     return {

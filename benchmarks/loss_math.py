@@ -5,15 +5,15 @@ tensors: seconds and peak memory.
     memory_ratio = peak memory packed / peak memory padded, of all tensors that the mathematics makes; the inputs are not counted
 
 Targets: a speedup of at least 3, a memory ratio of at most 1/3. Before anything is timed, loss, gradient,
-weights, mask and every metric of both are compared (relative 1e-6). Times: CPU seconds of the one thread,
-since others may share the machine, and the wall clock beside them; all sides in one process, in turn; then
-all of it again with the memory kept that is freed (``keep_freed_memory``). Memory: each side in a process of
-its own; the sum of what torch's allocator handed out and has not got back, from the events of its profiler,
-and beside it the growth of the peak resident memory.
+weights, mask and every metric of both are compared (relative 1e-6). Times are CPU seconds of the one thread,
+because others may share the machine; the wall clock is shown beside them. All sides run in one process, in turn,
+and then again without giving freed memory back (``keep_freed_memory``). Memory: each side runs in its own process.
+Counted are the bytes that torch's allocator has handed out and not got back, from the events of its profiler; the
+growth of the peak resident memory is shown beside them.
 
-Packed sequences hold their prompt, off the mask, as the trainer's do; padded tensors hold responses alone, as
-is usual. Both sides replace what is off the mask, even NaN; a third side, padded too, trusts that its padding
-is zero already. Legend: S = B responses, T packed tokens, L places of a padded row.
+Packed sequences hold their prompt, off the mask, as the trainer's do; padded tensors hold only responses, as is
+usual. Both sides replace values off the mask, even NaN. A third side, also padded, trusts that its padding is zero
+already. Legend: S = B responses, T packed tokens, L places of a padded row.
 """
 
 import ctypes
@@ -148,7 +148,7 @@ def report(result: dict, seconds: dict[str, list[float]]) -> None:
 
 
 def lengths(median: int) -> Tensor:
-    """Of the responses: lognormal, at most the longest. int64 [B]"""
+    """Lengths of the responses: lognormal, at most the longest. int64 [B]"""
     generator = torch.Generator().manual_seed(CONFIG["seed"])
     drawn_B = median * (CONFIG["sigma"] * torch.randn(CONFIG["responses"], generator=generator)).exp()
     return drawn_B.round().clamp(1, CONFIG["longest"]).to(torch.int64)
@@ -192,8 +192,8 @@ def inputs(lengths_B: Tensor, dtype: torch.dtype) -> tuple[padded.PaddedBatch, T
 def packed_form(
     batch: padded.PaddedBatch,
 ) -> tuple[PackedBatch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The same as a packed batch, with how a padded tensor is packed (zeros on the prompt) and a packed one
-    padded."""
+    """(the same as a packed batch; a function that packs a padded tensor, with zeros on the prompt; a function that
+    pads a packed one)."""
     places_S = batch.lengths_B + CONFIG["prompt"] - 1
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), places_S.cumsum(0)])
     positions_T = torch.cat([torch.arange(n) for n in places_S.tolist()])
@@ -248,7 +248,7 @@ def loss_of_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
 
 
 def run_padded(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor):
-    """As the packed side does: whatever is off the mask, even NaN, changes nothing."""
+    """Like the packed side: a value off the mask, even NaN, changes nothing."""
     masked = padded.with_zeros(batch, "rollout_logprobs_BL", "old_logprobs_BL")
     correction = correction_of_padded(masked)
     batch = padded.with_zeros(replace(batch, old_logprobs_BL=masked.old_logprobs_BL), "advantages_BL")
@@ -258,8 +258,8 @@ def run_padded(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor
 
 
 def run_padded_trusting_zeros(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor):
-    """What a padded system may save that fills every tensor with zeros itself, and whose responses are one
-    stretch."""
+    """The padded side without the work that a system can save if it fills every tensor with zeros itself, and its
+    responses are one stretch."""
     return finished(batch, correction_of_padded(batch), current_BL, entropy_BL)
 
 
@@ -284,8 +284,8 @@ def finished(
 
 
 def prepared(median: int) -> dict[str, Callable[[], None]]:
-    """Each side as a call that does all of it once. Leaves drop their gradient after it, so that each run
-    allocates its own."""
+    """Each side as a call that does all its work once. Leaves drop their gradients afterwards, so each run allocates
+    its own."""
     batch_BL, current_BL, entropy_BL = inputs(lengths(median), torch.float32)
     batch_T, packed, _ = packed_form(batch_BL)
     leaf_BL, leaf_T, entropy_T = (
@@ -309,7 +309,7 @@ def prepared(median: int) -> dict[str, Callable[[], None]]:
 
 
 def check_agreement(median: int) -> None:
-    """Everything that either side returns, from inputs of either precision, to 1e-6 relative."""
+    """Compare everything that the sides return, from inputs of either precision, to 1e-6 relative."""
     tolerance = 1e-6
     for dtype in (torch.float64, torch.float32):
         batch_BL, current_BL, entropy_BL = inputs(lengths(median), dtype)
@@ -344,9 +344,9 @@ def check_agreement(median: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """As glibc is set, it gives what is free at the end of its heap back to the system, and the next run
-    fetches it anew, page by page. That costs the padded side alone, whose tensors are larger, and by other
-    load on the machine more or less."""
+    """Make glibc keep the free end of its heap. By default it gives this memory back to the system, and the next run
+    gets it again page by page. Only the padded side pays for that, because its tensors are larger. The cost depends
+    on other load on the machine."""
     trim_threshold, mmap_threshold = -1, -3  # names of mallopt(3)
     libc = ctypes.CDLL(None)
     assert libc.mallopt(mmap_threshold, 2**25) and libc.mallopt(trim_threshold, 2**31 - 1)
@@ -355,8 +355,7 @@ def keep_freed_memory() -> None:
 def alternate(
     sides: dict[str, Callable[[], None]], *, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(CPU seconds, seconds by the wall clock) of each side, in turn; two rounds before the first that
-    counts."""
+    """(CPU seconds, seconds by the wall clock) of each side, in turn. The first two rounds do not count."""
     found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for _ in range(rounds + 2):
         for side, call in sides.items():
@@ -400,7 +399,7 @@ def parts_of_packed(median: int, *, rounds: int) -> dict[str, list[float]]:
 
 @contextmanager
 def clocked(seconds: dict[str, float], *names: str) -> Iterator[None]:
-    """Within it, functions of ``trainer.algorithm.correction`` add what they take to ``seconds``."""
+    """Inside, functions of ``trainer.algorithm.correction`` add their time to ``seconds``."""
     originals = {name: getattr(packed_correction, name) for name in names}
 
     def timed(name: str, function):
@@ -423,11 +422,11 @@ def clocked(seconds: dict[str, float], *names: str) -> Iterator[None]:
 
 
 def peak_memory(call: Callable[[], None]) -> dict:
-    """Of one run, in MiB above the start: what torch's allocator handed out (``tensors``), and the resident
-    memory of another run."""
-    call()  # what is allocated once, on first use, is nobody's
+    """Peaks above the start, in MiB: of torch's allocations in one run (``tensors``), and of resident memory in
+    another run."""
+    call()  # allocations of the first use do not count
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
     before = resident_peak()
     call()
     resident = resident_peak() - before

@@ -2,14 +2,14 @@
 
     python benchmarks/plan_time.py --model WARM [--describe FILE.yaml] [--json FILE]
 
-1. Calibration: ordinary ``tandem train`` runs of differing shapes, by a random model that never ends a response, so that all
-   have the wanted length. Of each the median seconds of sampling, of the passes before the update, of the update, of the
-   transfer, and of the rest.
+1. Calibration: ordinary ``tandem train`` runs of different shapes, with a random model that never ends a response, so all
+   responses have the wanted length. Each run gives the median seconds of sampling, of the passes before the update, of the
+   update, of the transfer, and of the rest.
 2. Fit: an estimate is a linear function of the overheads and of the seconds of a FLOP or a byte. Its columns are estimates
-   of hardware that has one of them alone; ``scipy.optimize.nnls`` weighs all rows by their own size, so that relative errors
-   count. What is not linear (the larger of reading and computing) is brought in by repetition.
-3. Verification: other runs, whose estimates are compared with what they took: the quickstart's step, responses of 16 and of
-   512 tokens, responses of spread lengths, two servers, a pipeline of two stages.
+   for hardware that has only one of these costs. ``scipy.optimize.nnls`` weighs each row by its own size, so relative errors
+   count. The fit is repeated, because one part is not linear (the larger of reading and computing).
+3. Verification: the estimates of other runs are compared with their measured times: the quickstart's step, responses of 16
+   and of 512 tokens, responses of spread lengths, two servers, a pipeline of two stages.
 
 The description of the machine goes to ``--describe``, in the form of ``configs/hardware/``.
 """
@@ -107,7 +107,7 @@ VERIFICATION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A run that was made."""
+    """A measured run."""
 
     shape: Shape
     config: RunConfig
@@ -180,7 +180,7 @@ def measure(shape: Shape, model: Path, folder: Path, steps: int) -> Measured:
 
 
 def prompt_tokens(config: RunConfig) -> int:
-    """The mean of the first prompts."""
+    """Mean tokens of the first prompts."""
     from rollout.tasks import load_task
     from rollout.tokenization import load_tokenizer
 
@@ -189,7 +189,7 @@ def prompt_tokens(config: RunConfig) -> int:
 
 
 def lengths_of(shape: Shape, prompt: int, rows: Sequence[Mapping[str, float]]) -> Lengths:
-    """Those of the run's responses, as an estimate takes them."""
+    """The lengths of the run's responses, in the form that an estimate takes."""
     mean = statistics.fmean(row["response/length_mean"] for row in rows)
     greatest = statistics.median(row["response/length_max"] for row in rows)
     spread = spread_of(mean, greatest, shape.prompts * shape.group)
@@ -197,11 +197,11 @@ def lengths_of(shape: Shape, prompt: int, rows: Sequence[Mapping[str, float]]) -
 
 
 def spread_of(mean: float, greatest: float, count: int) -> float:
-    """The spread of a lognormal distribution of this mean, the greatest of ``count`` of which is expected there:
-    greatest = mean exp(spread z - spread^2 / 2), z the quantile 1 - 1 / (2 count). 0 where all are alike."""
+    """The spread of the lognormal distribution with this mean, of which ``count`` draws have this expected maximum:
+    greatest = mean exp(spread z - spread^2 / 2), z the quantile 1 - 1 / (2 count). 0 if all are alike."""
     z = NormalDist().inv_cdf(1 - 0.5 / count) if count > 1 else 0.0
     ratio = math.log(max(1.0, greatest / mean))
-    # The smaller solution of spread^2 / 2 - z spread + ratio = 0; there is none where the greatest is too far out.
+    # The smaller solution of spread^2 / 2 - z spread + ratio = 0. If the greatest is too far out, there is none.
     return z - math.sqrt(max(0.0, z * z - 2 * ratio))
 
 
@@ -249,10 +249,10 @@ ROUNDS = 5
 def made_of(
     values: Mapping[str, float], *, memory_gb_s: float, source: str = "made", alone: bool = False
 ) -> HardwareConfig:
-    """Hardware of these seconds: of 10^12 FLOPs, of 10^9 bytes over a link, and the overheads'; 0 for what is left out.
+    """Hardware with these seconds: of 10^12 FLOPs, of 10^9 bytes over a link, and of the overheads; 0 for those left out.
 
-    The peak is the fastest of the four rates, and shares are of it. A rate that takes no time is the peak, and a link as
-    fast as memory; ``alone``: neither takes any time.
+    The peak is the fastest of the four rates, and the shares are relative to it. A rate that takes no time is the peak, and
+    such a link is as fast as memory. ``alone``: neither takes any time.
     """
     of_flops = {name: values.get(name, 0.0) for name in SHARES if name != "links"}
     rates = {name: 1 / seconds for name, seconds in of_flops.items() if seconds > 0}
@@ -286,7 +286,7 @@ def fit(runs: Sequence[Measured], *, memory_gb_s: float, source: str) -> Hardwar
     values, beside = np.zeros(len(UNKNOWN)), np.zeros(len(rows))
     for _ in range(ROUNDS):
         values, _residual = nnls(columns / wanted[:, None], (wanted - beside) / wanted)
-        # What the estimate has beside its linear part: the larger side of a maximum, and the memory's own time.
+        # The part of the estimate that is not linear: the larger side of a maximum, and the memory's own time.
         described = made_of(dict(zip(UNKNOWN, values, strict=True)), memory_gb_s=memory_gb_s, source=source)
         whole = _estimates(runs, described)
         beside = np.array([whole[each.shape.name][part] for each, part in rows]) - columns @ values
@@ -344,7 +344,7 @@ def compared(kind: str, made: Measured, estimate: Mapping[str, float]) -> Iterat
 
 
 def table(rows: Sequence[Mapping]) -> str:
-    """A row for each run: of the step and of each part what was measured, and what was estimated over it."""
+    """A row for each run. For the step and each part: the measured seconds, and estimated / measured."""
     lines = [table_head(["runs", "run", "step, s: median (min - max)", *PARTS])]
     by_run: dict[tuple[str, str], dict[str, Mapping]] = {}
     for row in rows:

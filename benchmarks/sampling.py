@@ -1,13 +1,13 @@
 """Sampling on CPU with Tandem's plugin in the server (``rollout/sglang_plugin``) and without it.
 
-Two servers with one model, asked in turn for the same prompts, cache flushed before:
+Two servers with the same model sample the same prompts in turn. The cache is flushed before:
 
 - ``step``: the quickstart's step, 32 groups of 8, responses of up to 14 tokens;
 - ``long``: 16 samples of 512 tokens, none ended early.
 
-Samples per second, CPU seconds of the scheduler, and the largest difference between a server's log-probs and
-those of transformers for the same tokens. ``--model``: the quickstart's warm model, whose responses end by
-themselves; without it a random one is made. ``--config``: a recipe's own servers, in place of the benchmark's:
+Reports samples per second, CPU seconds of the scheduler, and the largest difference between a server's log-probs
+and those of transformers for the same tokens. ``--model``: the quickstart's warm model, whose responses end by
+themselves; without it a random model is made. ``--config``: a recipe's servers instead of the benchmark's:
 
     python benchmarks/sampling.py --config configs/recipes/countdown_tiny.yaml rollout.server_args.chunked_prefill_size=2048
 """
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def prepare_model(folder: Path, source: Path | None) -> Path:
-    """A copy with room for the long responses: rotary embeddings have no table that ends."""
+    """A copy with room for the long responses: rotary embeddings have no table of limited length."""
     import shutil
 
     from rollout.tiny_model import make_tiny_countdown_model
@@ -76,7 +76,7 @@ def prepare_model(folder: Path, source: Path | None) -> Path:
 
 
 def config_of(model: Path, plugin: bool, recipe: Path | None, overrides: list[str]):
-    """Of one server; without a recipe SGLang's own settings, in float32."""
+    """The config of one server. Without a recipe: SGLang's own settings, in float32."""
     from configs.loader import load_config
     from configs.schema import RunConfig
 
@@ -148,8 +148,8 @@ def scheduler_of(fleet):
 
 
 async def sample(urls, scheduler, prompts, shape, stops) -> tuple[float, float, list[list[Sampled]]]:
-    """Seconds, the scheduler's CPU seconds, and each group's samples. Without ``stops`` each sample is as long as it
-    may be. Flushing the cache, which collects garbage, is not counted."""
+    """(seconds, the scheduler's CPU seconds, each group's samples). Without ``stops`` each sample has the greatest
+    length. Flushing the cache, which collects garbage, is not counted."""
     import aiohttp
 
     length = {"max_new_tokens": shape["max_new_tokens"], "stop_token_ids": stops, "ignore_eos": not stops}

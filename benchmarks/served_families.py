@@ -1,6 +1,6 @@
 """Does every supported family go the whole way: loaded, exported, served, verified to the bit, trained?
 
-Of each family of ``parallel/planning/families.py`` a tiny model with random weights; then
+For each family of ``parallel/planning/families.py`` it makes a tiny model with random weights, and runs
 
     tandem verify-sync   the learner loads other weights, exports and sends them; the export is compared with them, and the
                          server, to the bit, with one that was started from the export
@@ -8,7 +8,7 @@ Of each family of ``parallel/planning/families.py`` a tiny model with random wei
 
     python benchmarks/served_families.py --folder /tmp/families [FAMILY ...]
 
-What the folder has already is not run again: the table is of all families that were run.
+Results that the folder has already are not made again. The table has all families that were run.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SPREAD = 0.1
 
 
 def tandem(log: Path, *arguments: str) -> str:
-    """The last line of what failed; "" where nothing did."""
+    """The last line of a command that failed; "" if it did not."""
     command = [sys.executable, "-m", "launch", *arguments]
     with log.open("w") as out:
         try:

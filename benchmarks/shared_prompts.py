@@ -60,7 +60,7 @@ def engine_of(folder: Path) -> Any:
 
     torch.set_num_threads(1)
     model = make_hf_model(folder / "model", "qwen3", **SIZES)
-    # Next to no rate, so that both sides always have the same weights.
+    # The rate is almost zero, so both sides always have the same weights.
     return make_engine(model, lr=1e-30, steps=10_000)
 
 

@@ -5,7 +5,7 @@ estimate, on the first, a middle and the last pipeline stage.
     python benchmarks/simulated_recipes.py --times              # estimated seconds of a step instead, without simulation
 
 Nothing here is timed on a device: memory, FLOPs and bytes are counted (``parallel/simulation/``), and seconds are
-estimated (``parallel/planning/time.py``). Of the models there is config.json alone.
+estimated (``parallel/planning/time.py``). Of the models, only config.json is needed.
 """
 
 import argparse
@@ -116,8 +116,8 @@ def main() -> None:
 
 
 def print_times(names: list[str]) -> None:
-    """A row for each recipe and kind of GPU: the recipe's own layouts, lengths as ``tandem plan`` takes them where nothing is
-    said."""
+    """A row for each recipe and kind of GPU: the recipe's own layouts, and the lengths that ``tandem plan`` assumes by
+    default."""
     print(table_head(TIME_TITLES))
     for name in names:
         config = read_recipe(name)

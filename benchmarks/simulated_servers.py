@@ -1,13 +1,14 @@
-"""Simulated SGLang servers: what a client sees of them, at a rate, without a model. Several of them in one process.
+"""Simulated SGLang servers: to a client they behave like real ones of a given rate, but they have no model. One process
+has several.
 
 They answer ``/generate`` with answers that were prepared as bytes, in SGLang's own form (ids, log-probs, spans of weight
-versions), and take pauses and new versions as SGLang does. What they do not do is compute: the content of an answer has
-nothing to do with its prompt.
+versions), and take pauses and new versions as SGLang does. They do not compute: the content of an answer has nothing to do
+with its prompt.
 
 Time of an answer: a server has ``slots``, which samples take in order of arrival. A sample of n tokens keeps its slot for
-n * slots / tokens_per_s seconds, as decoding does whose step takes as long whatever is in its batch. ``tokens_per_s``
-is thus what a full server gives. 0: answers come at once, so that whoever asks is the limit. A request is answered
-when its last sample has ended. A pause stops all clocks ("retract": samples go on afterwards, by the new version).
+n * slots / tokens_per_s seconds, as if a decoding step took the same time for every batch. ``tokens_per_s`` is thus the
+rate of a full server. 0: answers come at once, so the client is the limit. A request is answered when its last sample has
+ended. A pause stops all clocks ("retract": samples continue afterwards, with the new version).
 
     python benchmarks/simulated_servers.py FOLDER NUMBER TOKENS_PER_S SLOTS
 """
@@ -33,8 +34,8 @@ READ_BYTES = 2**22
 
 
 def response_lengths(number: int, *, mean: float, longest: int, seed: int) -> list[int]:
-    """Tokens of ``number`` responses: an exponential distribution, of whose tail ``longest`` cuts off a part, stretched so
-    that the mean is ``mean`` to a thousandth. Raises ValueError where no length up to ``longest`` has such a mean."""
+    """Tokens of ``number`` responses: an exponential distribution that is cut at ``longest`` and stretched so that its mean
+    is ``mean`` to a thousandth. Raises ValueError if no lengths up to ``longest`` have such a mean."""
     if not 1 <= mean <= longest:
         raise ValueError(f"a mean of {mean:g} tokens; it must be from 1 to the longest response, {longest}")
     places = [(i + 0.5) / number for i in range(number)]
@@ -64,8 +65,8 @@ def prepare(
     text_of: Callable[[list[int]], str],
     seed: int,
 ) -> None:
-    """Write one answer for each length into ``folder``, without what depends on the request. The tokens are those of
-    ``corpus``, from a random place on; ``end`` is the last one where the response is shorter than ``longest``."""
+    """Write one answer for each length into ``folder``, without the fields that depend on the request. The tokens are those
+    of ``corpus``, from a random place on. A response shorter than ``longest`` ends with ``end``."""
     rng = random.Random(seed)
     with (folder / ANSWERS).open("wb") as file:
         for number, length in enumerate(lengths):
@@ -80,7 +81,7 @@ def prepare(
 
 
 def _sample(number: int, text: str, token_ids: list[int], finish: dict, rng: random.Random) -> bytes:
-    """A reply up to the fields of the request, which ``_closing`` gives."""
+    """A reply up to the fields that depend on the request, which ``_closing`` gives."""
     # SGLang's log-probs are float32 numbers, which JSON writes as float64: up to 20 characters each.
     logprobs = np.array([-rng.expovariate(2.0) for _ in token_ids], dtype=np.float32).tolist()
     meta = {
@@ -133,9 +134,9 @@ class SimulatedServer:
         self._runs.set()
         self.version = 0
         self.tokens = 0
-        """Sampled so far."""
+        """Tokens sampled so far."""
         self.busy_s = 0.0
-        """Seconds of slots in which they sampled, so far."""
+        """Slot-seconds of sampling so far."""
         self.app = web.Application(client_max_size=READ_BYTES)
         self.app.router.add_post("/generate", self._generate)
         self.app.router.add_get("/model_info", self._model_info)

@@ -20,7 +20,7 @@ from benchmarks.shared_prompts import SIZES, WORKLOADS, batch_of, engine_of  # n
 
 NAMES = tuple(WORKLOADS)[:2]
 SHARES = (0.25, 0.5, 0.75)
-"""Of the groups, without signal. The quickstart has 0.38 in its first 25 steps and 0.5 to 0.6 later."""
+"""Shares of groups without signal. The quickstart has 0.38 in its first 25 steps and 0.5 to 0.6 later."""
 
 
 def main() -> None:

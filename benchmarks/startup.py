@@ -2,11 +2,10 @@
 
 - ``tandem --help`` (target: 0.5 s) and ``tandem train CONFIG --dry-run`` (target: 3 s), each as a new process.
 - An SGLang server with a tiny model, from its command to its first healthy answer: forked, as
-  ``rollout/sglang_plugin`` has it, and spawned, as SGLang does by itself. In turn, so that both meet the same
-  machine. Seconds of CPU of all its processes, seconds of wall time, and their memory (PSS: shared pages count
-  once).
-- torchrun's agent and two learner ranks for one step of a warm start, from the command to its end: ranks that are forks
-  of the agent, as on CPU, and commands, as torchrun has them by itself. In turn too.
+  ``rollout/sglang_plugin`` has it, and spawned, as SGLang does by itself. In turn, so both meet the same load.
+  Seconds of CPU of all its processes, seconds of wall time, and their memory (PSS: shared pages count once).
+- torchrun's agent and two learner ranks for one step of a warm start, from the command to its end: ranks forked from
+  the agent, as on CPU, and ranks started as commands, as torchrun does by itself. In turn too.
 """
 
 import os

@@ -7,17 +7,17 @@
   weight broadcast, checks, metrics to metrics.jsonl, console and MLflow.
 - bare generation: the prompts of that step straight to SGLang's /generate, one request with all of them per
   server and the step's sampling parameters, no log-probs, no rewards. Responses end by themselves, as in the
-  step: its samples are others of the same weights, and about as long in all. The servers are as the step
-  finds them: they have just taken an update, so they hold no prompt's keys and values.
-- the same with lengths forced: every response exactly as long as it was in the step, without a look for its
-  end, which spares the server work that no real generation is spared. Shown beside.
-- each of the two at once again, when the servers still hold the prompts' keys and values: no step finds them
-  so. Shown beside.
+  step. The samples are not the step's, but come from the same weights and have about the same total length. The
+  servers have just taken an update, as before the step, so they hold no prompt's keys and values.
+- the same with lengths forced: every response is exactly as long as in the step, and the server does not look for
+  its end. That saves work which real generation needs. Shown for comparison.
+- both again immediately, while the servers still hold the prompts' keys and values. No step has that advantage.
+  Shown for comparison.
 - bare update: Megatron forward, backward and optimizer step of the same packed micro-batches with a plain
-  negative log-likelihood. Micro-batches without signal, which the step gives no backward pass, get none here.
+  negative log-likelihood. Micro-batches without signal get no backward pass, as in the step.
 
 The step does more than the sum: the old log-prob pass, the server's log-probs, the weight broadcast and its
-probe. The three alternate round by round, so a slow spell of a shared machine hits them alike; the first
+probe. The three alternate round by round, so a slow spell of a shared machine affects all of them; the first
 round warms up and is not counted.
 """
 
@@ -44,7 +44,7 @@ RATIOS = {
     "to cached prompts": NATURAL + CACHED,
     "to both": FORCED + CACHED,
 }
-"""Of the step to which generation (and the update)."""
+"""The ratio's name, and the generation that the step is compared with (plus the update)."""
 PARTS = ("sampling", "logprobs", "update", "sync")
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     options.add_argument(
         "--model",
         type=Path,
-        help="a Hugging Face folder; a tiny model with random weights where none is given",
+        help="a Hugging Face folder; a tiny model with random weights if none is given",
     )
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--rank", type=Path, help="(internal) run as one learner rank of this run folder")
@@ -170,7 +170,7 @@ def measure_rank(path: Path, rounds: int) -> None:
 
 
 class Watch:
-    """Keeps what the last step received, trained on and logged. What is logged goes on to the tracker."""
+    """Keeps what the last step received, trained on and logged. Logged metrics also go to the tracker."""
 
     def __init__(self, learner, tracker):
         self._tracker = tracker
@@ -213,8 +213,8 @@ def bare_update(learner, minibatches, temperature: float) -> None:
 
 
 async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[float, int]:
-    """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response
-    to its length in the step."""
+    """(seconds, tokens) of one batched /generate per server for the step's prompts. ``forced``: each response has
+    its length in the step."""
     import aiohttp
 
     from launch.processes.placement import serve_roles

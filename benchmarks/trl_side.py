@@ -104,8 +104,8 @@ def main(file: Path) -> None:
 
 
 def settings(task: dict) -> GRPOConfig:
-    """The recipe's settings; everything else is TRL's default, but for two that Tandem does not use here:
-    gradient checkpointing and autocast to bfloat16."""
+    """The recipe's settings. Everything else is TRL's default, except gradient checkpointing and autocast to
+    bfloat16, which Tandem does not use here."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return GRPOConfig(
         output_dir=task["output"],

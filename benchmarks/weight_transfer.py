@@ -4,19 +4,19 @@ the same bytes, in one run. Targets:
     median(bare) / median(to SGLang)                at least 0.80
     median(to a bare receiver) / median(to SGLang)  at least 0.95
 
-- bare: one ``dist.broadcast`` of a buffer with all the bytes, received into memory that is there.
-- to a bare receiver: what a publish does between begin and end: export from Megatron's parameters, conversion,
-  buckets, hashes; to processes with a server's environment that copy each bucket out of this one's memory into
-  memory that is there, hash it, and load nothing.
+- bare: one ``dist.broadcast`` of a buffer with all the bytes, received into memory that is allocated already.
+- to a bare receiver: the work of a publish between begin and end (export from Megatron's parameters, conversion,
+  buckets, hashes). The receivers are processes with a server's environment. They copy each bucket from this
+  process's memory into memory that is allocated already, hash it, and load nothing.
 - to SGLang: the same to a real server with Tandem's plugin.
-- by broadcasts: both of these, by gloo.
+- by broadcasts: the last two, by gloo.
 - by requests (``--by-requests``): to the same server by SGLang's own path, one request per bucket, unchecked.
-- rounded (``--precision``): to SGLang, with the weights rounded before they are sent (``rollout.precision``), those of a
-  grid packed; also by broadcasts. Target: at most 1.15 of a transfer of the same way as they are.
+- rounded (``--precision``): to SGLang, with the weights rounded before they are sent (``rollout.precision``). Weights on
+  a grid are packed. Also by broadcasts. Target: at most 1.15 times the same transfer without rounding.
 
-All groups have the same size: the sender and ``--tp`` receivers. The ways alternate round by round, so that a
-slow spell of a shared machine hits them alike; the first round warms up and is not counted. ``--load`` adds a
-process that keeps a core busy.
+All groups have the same size: the sender and ``--tp`` receivers. The ways alternate round by round, so a slow spell of
+a shared machine affects all of them; the first round warms up and is not counted. ``--load`` adds a process that keeps
+a core busy.
 """
 
 import json
@@ -61,7 +61,7 @@ ROUNDED_TARGET = 1.15
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--moe", action="store_true", help="a model with 8 experts in place of a dense one")
+    options.add_argument("--moe", action="store_true", help="a model with 8 experts instead of a dense one")
     options.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument(
@@ -110,7 +110,7 @@ def make_model(folder: Path, *, moe: bool, layers: int, dtype: str) -> Path:
     torch.manual_seed(0)
     if moe:
         experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=704, norm_topk_prob=True)
-        # SGLang's Qwen3-MoE has an output layer of its own in any case.
+        # SGLang's Qwen3-MoE always has a separate output layer.
         untied = shape | {"tie_word_embeddings": False, "vocab_size": 3072}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**untied, **experts))
     else:
@@ -170,7 +170,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         control.require_plugin()
         names = [BARE, *ways]
         for number in range(rounds + 1):
-            # Another one comes first in each round: the order gives nobody a warmer cache.
+            # Each round begins with another way, so the order gives no way a warmer cache.
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 if name == BARE:
@@ -179,7 +179,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
                 to, precision = ways[name]
                 opening = to._control.open_update()
                 opening.wait()
-                # Several share the control, whose group is the one that joined last.
+                # Several senders share the control, whose group is that of the last one that joined.
                 if to._broadcaster is not None:
                     to._control.group_name = to._broadcaster.group_name
                 timed(name, lambda to=to, plan=plans[precision]: transfer(to, engine, plan, buffers))
@@ -200,7 +200,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
 
 
 def loaded_by_sglang(logs: Path) -> int:
-    """Tensors that a server's rank could not copy by itself, as its log says."""
+    """The number of tensors that a server's rank could not copy itself, from its log."""
     text = "".join(file.read_text() for file in logs.rglob("*") if file.is_file())
     return max(int(number) for number in re.findall(r"tensors of the learner (\d+) are loaded", text))
 
@@ -236,8 +236,8 @@ def served(model: Path, scratch: Path, given) -> Iterator["SGLangControl"]:
 
 
 class Receivers:
-    """Processes that receive as a server's ranks do and load nothing, with as much of ``SGLangControl`` as a
-    sender asks for."""
+    """Processes that receive like a server's ranks and load nothing, with the part of ``SGLangControl`` that a
+    sender uses."""
 
     group_name = ""
 

@@ -10,4 +10,4 @@ if ! "$python" -c 'import material, mkdocs, pymdownx' 2>/dev/null; then
   "$python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps -r launch/requirements/docs.txt
 fi
 export NO_MKDOCS_2_WARNING=1 # a note of the theme about its successor
-exec "$python" -m mkdocs build --strict "$@" # without --quiet, with which mkdocs counts no warnings
+exec "$python" -m mkdocs build --strict "$@" # no --quiet: with it mkdocs counts no warnings

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Installs Tandem into .venv beside this checkout: pinned, CPU or CUDA by what the machine has; a second call reuses it.
-#   bash launch/install.sh [--cuda | --cpu]     a build that the machine does not tell, such as on a login node; later calls keep it
-# Run by quickstart.sh and test.sh. TANDEM_PYTHON names another interpreter, of Python 3.11 or 3.12.
+# Installs Tandem with pinned packages into .venv: the CUDA build if there is a GPU, else the CPU build. A second call reuses it.
+#   bash launch/install.sh [--cuda | --cpu]     chooses the build, such as on a login node without GPUs; later calls keep it
+# quickstart.sh, test.sh and docs.sh run it. TANDEM_PYTHON names another interpreter, of Python 3.11 or 3.12.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
-choice="$venv/.tandem-kind" # what was asked for
+choice="$venv/.tandem-kind" # the build that the user chose
 case "$*" in
   --cuda | --cpu) kind="${1#--}" ;;
   "") kind=$(cat "$choice" 2>/dev/null || true) ;;
@@ -53,21 +53,21 @@ if [ -n "$libc" ] && [ "$(printf '%s\n' 2.34 "$libc" | sort -V | head -n 1)" != 
 fi
 
 started=$SECONDS
-step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, keeps its output for an error
+step() { # step TITLE COMMAND...: runs the command, shows the elapsed time, and keeps the output for an error
   local title="$1"; shift
   local log="$venv/install.log" pid began=$SECONDS
   printf '    %s' "$title"
   "$@" >"$log" 2>&1 &
   pid=$!
   # bash starts background jobs with SIGINT ignored: without this, Ctrl-C would leave pip running.
-  trap 'kill "$pid" 2>/dev/null || true; echo; echo "Interrupted; the same command goes on from here." >&2; exit 130' INT TERM
+  trap 'kill "$pid" 2>/dev/null || true; echo; echo "Interrupted. Run the same command to continue." >&2; exit 130' INT TERM
   while kill -0 "$pid" 2>/dev/null; do
     if [ -t 1 ]; then printf '\r    %s %ds ' "$title" $((SECONDS - began)); fi
     sleep 1
   done
   if ! wait "$pid"; then
     printf ' failed\n' ; tail -n 20 "$log" >&2
-    echo "The installation failed at: $title. The output above says why; run the same command again once it is mended." >&2
+    echo "The installation failed at: $title. The output above says why. Fix it, and run the same command again." >&2
     exit 1
   fi
   trap - INT TERM
@@ -76,7 +76,7 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
 }
 say "Installing Tandem ($kind) into .venv with $("$python" --version); about 3 GB and 2-3 minutes on a first run."
 rm -f "$stamp"
-# A .venv that was left half made, or is of another Python, is made anew.
+# A .venv that is incomplete or of another Python is made again.
 version="$("$python" -c 'import sys; print(sys.version_info[:2])')"
 "$venv/bin/python" -c "import pip, sys; sys.exit(str(sys.version_info[:2]) != '$version')" 2>/dev/null || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)
@@ -87,7 +87,7 @@ if [ "$kind" = cpu ]; then
   grep -v '^torch==' "$root/launch/requirements/cpu.txt" > "$venv/cpu-rest.txt"
   step "[2/3] engines and libraries" "${pip[@]}" --no-deps -r "$venv/cpu-rest.txt" -r "$root/launch/requirements/test.txt"
 else
-  # --no-deps: the lock has them all, and pip would look at each again.
+  # --no-deps: the lock has all of them, and pip would check each again.
   step "[1/3] engines" "${pip[@]}" --no-deps -r "$root/launch/requirements/cuda.lock"
   step "[2/3] test tools" "${pip[@]}" -r "$root/launch/requirements/test.txt"
 fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Resolves launch/requirements/cuda.txt, which names what Tandem wants, into cuda.lock, which names every package of a CUDA environment.
+# Resolves launch/requirements/cuda.txt, the packages that Tandem names, into cuda.lock, all packages of a CUDA environment.
 #   bash launch/lock.sh           writes the lock; run it after a change of cuda.txt
-#   bash launch/lock.sh --check   fails where the lock is no answer to cuda.txt, on Python 3.11 or 3.12
-# Nothing is installed and no GPU is needed: only what packages say of each other is read, from pip's index.
+#   bash launch/lock.sh --check   fails if the lock does not fit cuda.txt on Python 3.11 or 3.12
+# It installs nothing and needs no GPU: it only reads the packages' metadata from pip's index.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 pins="$root/launch/requirements/cuda.txt" lock="$root/launch/requirements/cuda.lock"
@@ -19,14 +19,14 @@ resolve() { # resolve PYTHON [OPTION...]: the packages on stdout, for the oldest
 case "$*" in
   "")
     packages=$(resolve 3.11)
-    printf '%s\n' "# What launch/lock.sh made of cuda.txt, for Linux on x86-64. It was resolved, and installed by nobody here: there is no GPU." "$packages" > "$lock"
+    printf '%s\n' "# Resolved by launch/lock.sh from cuda.txt, for Linux on x86-64. It was not installed on that machine, which has no GPU." "$packages" > "$lock"
     echo "$lock: $(wc -l <<< "$packages") packages"
     ;;
   --check)
     for version in 3.11 3.12; do
       packages=$(resolve "$version" --constraint "$lock")
       diff <(grep -v '^#' "$lock") <(printf '%s\n' "$packages") >&2 || {
-        echo "cuda.lock is not what cuda.txt gives on Python $version (<: the lock): run bash launch/lock.sh" >&2; exit 1; }
+        echo "cuda.lock does not fit cuda.txt on Python $version (<: the lock); run bash launch/lock.sh" >&2; exit 1; }
     done
     ;;
   *) echo "launch/lock.sh takes --check or nothing, not: $*" >&2; exit 2 ;;

@@ -111,9 +111,7 @@ class Checkpointer:
             return self.save(step, learner)
         except DiskFull as full:
             self._best = best_before
-            return (
-                f"step {step}: {full}; free space: the run goes on, and tries again with the next checkpoint"
-            )
+            return f"step {step}: {full}; free space: the run continues, and tries again with the next checkpoint"
 
     def after_owed_evaluation(self, learner: Learner, evaluated: Mapping[str, float]) -> str | None:
         """Note whether the step from which a run was resumed, which has a checkpoint, is the best so far. If
@@ -153,7 +151,7 @@ class Checkpointer:
         try:
             return self.save_last(learner)
         except DiskFull as full:
-            return f"{full}; the model is written nevertheless, and a resume to more steps goes on from an earlier checkpoint"
+            return f"{full}; the model is written nevertheless, and a resume to more steps continues from an earlier checkpoint"
 
     def save(self, step: int, learner: Learner) -> str | None:
         """Raises DiskFull on all ranks. Rank 0 returns a warning if the disk had space for the checkpoint but
@@ -192,7 +190,7 @@ class Checkpointer:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 return (
-                    f"could not write {error.filename}: {error.strerror}; free space: the run goes on, checkpoints stay, "
+                    f"could not write {error.filename}: {error.strerror}; free space: the run continues, checkpoints stay, "
                     "and the next one writes it"
                 )
         prune(self._folder, keep=self._config.keep, also=self._best and self._best.step)

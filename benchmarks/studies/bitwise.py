@@ -1,10 +1,10 @@
 """Bitwise agreement of SGLang and Megatron on CPU: real runs with ``numerics=default`` and ``aligned``, token by token,
-and what each operation brings where the learner leaves it to torch.
+and the gap from each operation if the learner leaves it to torch.
 
-A tiny random Qwen3 (sharp, see ``layout_mismatch``), rewarded for length, so that responses have many lengths and
-every step updates the weights. A run's own samples are compared: each response token's log-prob by the server
-against the learner's before its update. Then the first step of an aligned run is scored again by an aligned learner of
-one process in which one operation at a time is torch's own.
+The model is a tiny random Qwen3 (sharp, see ``layout_mismatch``), rewarded for length, so responses have many lengths
+and every step updates the weights. A run's own samples are compared: each response token's log-prob by the server
+against the learner's before its update. Then an aligned learner of one process scores the first step of an aligned run
+again, with one operation at a time left to torch.
 
 A layout is TP of the learner / TP of the servers.
 """
@@ -151,7 +151,7 @@ def plain_linear(x, weight, bias=None, *, pieces=1):
 
 
 def plain_linear_by_row(x, weight, bias=None, *, pieces=1):
-    """As a server computes that decodes one sequence."""
+    """Like a server that decodes one sequence."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.cat([F.linear(row[None], weight, bias) for row in rows])
     return out.view(*x.shape[:-1], -1)
@@ -167,7 +167,7 @@ def plain_head(hidden_CH, weight_VH, *, vocab_size, group):
 
 
 def without_each(run: Path, model: Path, dtype: str, pieces: int):
-    """Rows of the first step's tokens, whose weights are the model's, with operations of torch's own."""
+    """Rows for the first step's tokens, which the model's weights sampled, with torch's own operations."""
     from configs.schema.layout import ONE_PROCESS
     from configs.schema.model import ModelConfig
     from numerics import aligned

@@ -2,8 +2,8 @@
 try by an unchanged agent with OpenAI's client.
 
 From one warm model, each arm gets a further warm start of as many steps, on examples of its own form, and then RL runs
-of one config but for the environment. Every turn of every step is compared with what the server was sent and
-answered (``episode/turns_checked``), and every trained token with the learner's own log-prob.
+whose configs differ only in the environment. Every turn of every step is compared with the server's request and answer
+(``episode/turns_checked``), and every trained token with the learner's own log-prob.
 
     python benchmarks/studies/environments.py --model runs/quickstart-*/warm --folder environments [--jobs 1]
 """
@@ -50,7 +50,7 @@ def before(rows: Rows) -> float:
 
 
 def rate(metric: str):
-    """Of the last steps, per second of sampling."""
+    """The metric of the last steps per second of sampling."""
     numerator, seconds = last(metric), last("sampling/seconds")
     return lambda rows: numerator(rows) / seconds(rows)
 
@@ -73,7 +73,7 @@ def name_of(arm: str, seed: int) -> str:
 
 
 def warm_start(grid: Grid, arm: str, steps: int) -> Path:
-    """The arm's model, made where it is missing."""
+    """The arm's model, made if it is missing."""
     example = EXAMPLES.get(arm)
     model = grid.folder / "models" / (example or "single_turn")
     if model.exists():

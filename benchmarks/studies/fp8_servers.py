@@ -1,12 +1,12 @@
-"""Corrections where the servers compute in FP8: SGLang's own quantisation of weights and activations, on one GPU.
+"""Corrections if the servers compute in FP8: SGLang's own quantisation of weights and activations, on one GPU.
 
 A grid of ``tandem train`` runs of the quickstart's model: servers in bfloat16 or in FP8 (``rollout.quantization: fp8``) x
 correction x seed, with several minibatches a step. Learner and servers share the GPU, and the learner computes in bfloat16.
-Accuracy is of the learner's own weights (``own_policy.py``). ``quantised_rollout.py`` asks the same where the weights alone are
+Accuracy is of the learner's own weights (``own_policy.py``). ``quantised_rollout.py`` is the same study with only the weights
 rounded, on any machine.
 
     python benchmarks/studies/fp8_servers.py --model runs/quickstart-*/warm --folder fp8 --jobs 14
-    ... --set rollout.server_args.attention_backend=triton    # where SGLang's default attention is not installed
+    ... --set rollout.server_args.attention_backend=triton    # if SGLang's default attention is not installed
 """
 
 import sys

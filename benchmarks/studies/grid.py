@@ -1,6 +1,6 @@
 """What the studies share: a grid of ``tandem train`` runs of the quickstart's model, cell by cell, and its table.
 
-The cells are run as by ``tandem sweep`` (launch/processes/sweeping.py): a study's command goes on where it was stopped.
+The cells run as in ``tandem sweep`` (launch/processes/sweeping.py): a stopped study continues with the same command.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Grid:
         return read_metrics(folder.metrics)
 
     def run_folder(self, name: str) -> Path:
-        """Of a cell's newest run."""
+        """The folder of a cell's newest run."""
         folder = self._sweep.run_folder(name)
         assert folder is not None, f"{name} was not begun"
         return folder.path
@@ -68,7 +68,7 @@ class Grid:
             raise RuntimeError(ended[0].text)
 
     def check_settings(self, cells: Sequence[Cell]) -> None:
-        """Raises ValueError for a cell that ran with other settings, of which its name says nothing."""
+        """Raises ValueError for a cell that ran with other settings, which its name does not show."""
         for cell in self._as_of_a_sweep(cells):
             if self.rows(cell.name) is not None and (changed := self._sweep.changed(cell)):
                 raise ValueError(f"{cell.name} was run with other settings: {'; '.join(changed)}")
@@ -85,7 +85,7 @@ class Grid:
 
 
 def last(metric: str) -> Column:
-    """The mean of a metric over the last steps; None where they lack it."""
+    """The mean of a metric over the last steps; None if they lack it."""
 
     def mean(rows: Rows) -> float | None:
         values = [row[metric] for row in rows if row["step"] > 0 and row.get(metric) is not None][
@@ -97,7 +97,7 @@ def last(metric: str) -> Column:
 
 
 def over_run(metric: str, statistic: Callable[[Sequence[float]], float]) -> Column:
-    """A statistic of all steps of a run; None where they lack the metric."""
+    """A statistic of all steps of a run; None if they lack the metric."""
 
     def value(rows: Rows) -> float | None:
         values = [row[metric] for row in rows if row["step"] > 0 and row.get(metric) is not None]
@@ -118,8 +118,8 @@ def table(
     columns: dict[str, Column],
     accuracy: Callable[[Grid, str], float] = served_accuracy,
 ) -> str:
-    """A Markdown table with a row for each group of cells that differ in their seeds: means over the seeds, of the
-    accuracy also the least and the greatest, of other columns half of what these are apart.
+    """A Markdown table with a row for each group of cells that differ only in their seeds: means over the seeds. The
+    accuracy also has its least and greatest value, other columns half the difference of these.
 
     groups: (first cells of the row, names of the runs).
     """

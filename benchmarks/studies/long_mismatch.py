@@ -1,15 +1,15 @@
 """The mismatch of rollout and learner by TP, SP and length, on a trained model with responses of thousands of tokens.
 
 The quickstart's warm model learns to write chains of sums, each of which begins with the result of the one before, first
-short ones and then up to 8192 tokens (``tandem sft`` on generated files). Results follow from what was written and
-operands are free, so that some tokens are all but certain and others are not. Then ``tandem mismatch`` in bfloat16: each
-rollout layout samples responses that run to their limit, each learner layout scores them.
+short ones and then up to 8192 tokens (``tandem sft`` on generated files). Results follow from the text before and operands
+are free, so some tokens are almost certain and others are not. Then ``tandem mismatch`` in bfloat16: each rollout layout
+samples responses that run to their limit, each learner layout scores them.
 
     python benchmarks/studies/long_mismatch.py --model WARM --folder long
 
 Shown by length: the greatest Δp of a response's first tokens, mean over responses; the mean Δp of the tokens between one
-length and the next, and what share that is of their p (1 - p). A command that was stopped goes on with the training or the
-study in which it was, from its beginning.
+length and the next, and its share of their p (1 - p). After a stop, the same command starts the interrupted training or
+study again from its beginning.
 """
 
 import argparse
@@ -39,18 +39,18 @@ TITLES = {
     "mean": "mean Δp from the length before to N",
     "share": "the same as a share of p (1 - p)",
 }
-"""Of the fields of ``Length``."""
+"""Titles of the fields of ``Length``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the model's training, on chains of which the logarithm of the length is uniform."""
+    """A part of the model's training, on chains whose logarithm of the length is uniform."""
 
     name: str
     steps: int
     batch_size: int
     lengths: tuple[int, int]
-    """Of the shortest and the longest chain, in characters, one token each."""
+    """Lengths of the shortest and the longest chain, in characters, one token each."""
     lr: float
 
 
@@ -80,7 +80,7 @@ def chains(stage: Stage, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def right_share(text: str) -> float:
-    """Of the sums of a chain those whose result is right and whose first number is the last result."""
+    """Share of a chain's sums whose result is right and whose first number is the result before."""
     sums, last, right = text.split(" ")[:-1], None, 0
     for each in sums:
         try:
@@ -95,7 +95,7 @@ def right_share(text: str) -> float:
 
 
 def with_room(model: Path, folder: Path) -> None:
-    """The model with room for long responses: rotary embeddings have no table that ends."""
+    """The model with room for long responses: rotary embeddings have no table of limited length."""
     made = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(model, made)
@@ -162,7 +162,7 @@ def study(folder: Path, trained: Path, given: argparse.Namespace) -> Path:
 
 
 def right(prompt_text: str, response_text: str, reference: str) -> float:
-    """The reward that the config asks for; nothing is trained with it."""
+    """The reward that the config requires; nothing is trained with it."""
     return right_share(response_text)
 
 
@@ -174,7 +174,7 @@ class Length(NamedTuple):
     mean: tuple[float, float | None]
     """Δp of the tokens since the length before."""
     share: tuple[float, float | None]
-    """The sum of their Δp over the sum of their p (1 - p): what certain tokens do not show."""
+    """The sum of their Δp over the sum of their p (1 - p). Nearly certain tokens hardly change it."""
 
 
 def by_length(out: Path, learner: str, rollout: str) -> dict[int, Length]:

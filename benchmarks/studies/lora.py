@@ -3,13 +3,13 @@
     python benchmarks/studies/lora.py memory   [--rounds 3]
     python benchmarks/studies/lora.py mismatch --folder lora [--model FOLDER] [--prompts 48]
 
-memory: the peak of resident memory over two updates of one rank, above what it was before the engine was built, beside
+memory: the peak of resident memory over two updates of one rank, above the memory before the engine was built, beside
 the planner's figure; full training, and adapters of rank 16 with both forward passes. Each measurement is a process.
 
 mismatch: a server of the merged weights samples; the learner scores the same tokens with the factored form, with the
-merged weight, and, as a control, as a model without adapters that was loaded from the same export. A is as training
-starts; B is random, so large that a product has the given share of its weight's norm. Without --model it is a tiny
-random model, all matrices three times as large, so that probabilities are far from uniform.
+merged weight, and, as a control, as a model without adapters that was loaded from the same export. A is as at the start
+of training. B is random and scaled, so that its product with A has the given share of the weight's norm. Without --model
+it is a tiny random model with all matrices three times as large, so that probabilities are far from uniform.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PRECISIONS = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "fl
 NEW_TOKENS = 64
 MIB = 2**20
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Of glibc: freed tensors go back to the system at once, so that resident memory is what is in use."""
+"""A setting of glibc: freed tensors go back to the system at once, so resident memory is the memory in use."""
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def peak_of(way: str, dtype: str) -> dict[str, Any]:
     process = psutil.Process()
     with TemporaryDirectory() as folder:
         model = make_hf_model(Path(folder) / "m", "qwen3", **SIZES, max_position_embeddings=512)
-        # The code that is loaded at first use is no memory of the model.
+        # Code that is loaded at first use does not count as the model's memory.
         warm = make_hf_model(Path(folder) / "warm", "qwen3")
         adapters = None if lora is None else lora.model_dump() | {"rank": 4}
         make_engine(warm, dtype=dtype, lora=adapters).update(

@@ -1,7 +1,7 @@
 """How good a trained policy is with its own weights: sampled and scored by transformers, without the engines.
 
-A run's ``eval/accuracy`` is of what its servers hold. Where the rollout is quantised, that is another policy than the
-learner's, which the run is about.
+A run's ``eval/accuracy`` is of its servers' weights. If the rollout is quantised, these are another policy than the
+learner's, and the learner's policy is what the run trains.
 """
 
 import json
@@ -15,7 +15,7 @@ from rollout.tasks import load_task
 from rollout.tokenization import end_token_ids, load_tokenizer
 
 SAMPLES = 2
-"""Of each held-out problem, as in the runs."""
+"""Samples of each held-out problem, as in the runs."""
 
 
 @torch.no_grad()

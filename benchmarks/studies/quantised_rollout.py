@@ -1,4 +1,4 @@
-"""Truncated importance sampling under quantised rollouts: which corrections hold where the rollout's weights are rounded?
+"""Truncated importance sampling under quantised rollouts: which corrections hold if the rollout's weights are rounded?
 
 A grid of ``tandem train`` runs of the quickstart's model: ``rollout.precision`` x correction x seed, with several
 minibatches a step, so that the runs are off-policy. Weights are rounded before they are sent (weight-only); both
@@ -9,7 +9,7 @@ Framework Secretly Brings You Off-Policy RL Training.
     python benchmarks/studies/quantised_rollout.py --model runs/quickstart-*/warm --folder quantised [--jobs 2]
     python benchmarks/studies/quantised_rollout.py --gap --model runs/latest/hf --folder gap
 
-``--gap``: no training. The gap that each precision makes on a model: a few steps at a learning rate of nothing.
+``--gap``: no training. The gap that each precision makes on a model: a few steps at a learning rate of almost zero.
 """
 
 import statistics
@@ -43,7 +43,7 @@ CORRECTIONS = {
 """Preset of each correction."""
 GAP_STEPS, GAP_PROMPTS, NO_LEARNING = 4, 64, 1e-12
 FEW_HELDOUT = "evaluation.max_prompts=50"
-"""The servers' accuracy is of another policy than the learner's; ``own_accuracy`` measures that."""
+"""The servers' accuracy is not the learner's, which ``own_accuracy`` measures."""
 COLORS = ("#222222", "#1f77b4", "#e69f00", "#d62728")
 MINIBATCHES = 4
 
@@ -134,7 +134,7 @@ def main() -> None:
     )
     made.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     made.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
-    made.add_argument("--finished", action="store_true", help="show the finished cells alone; train nothing")
+    made.add_argument("--finished", action="store_true", help="show only the finished cells; train nothing")
     given = made.parse_args()
     if given.gap and (
         given.finished or given.precisions != PRECISIONS or given.corrections != list(CORRECTIONS)

@@ -1,15 +1,15 @@
-"""Routing replay on the real engines: the gap between server and learner where the learner chooses experts by itself,
-where it takes the server's, and, as a control, where it takes random ones.
+"""Routing replay on the real engines: the gap between server and learner if the learner chooses experts by itself,
+if it takes the server's, and, as a control, if it takes random ones.
 
 Tiny Qwen3-MoE and Mixtral models of random weights, as they are initialised and with all matrices three times as large
 ("sharpened", so that probabilities are far from uniform), in bfloat16 on both sides. A server samples; a learner
 scores the same samples three ways, in one process and over expert-parallel and pipeline-parallel ranks. Prints a
-table per model and server, and the share of (token, layer) whose set of experts is another in the learner.
+table per model and server, and the share of (token, layer) whose set of experts differs in the learner.
 
     python benchmarks/studies/routing_replay.py --folder routing [--prompts 24] [--quick]
 
-With ``--interrupted`` an update comes in the middle of the responses: the servers go on with weights that differ by a
-thousandth, which the learner then has too. Prints a table for each model, by the version that sampled a token.
+With ``--interrupted`` an update comes in the middle of the responses. The servers continue with weights that differ by a
+thousandth; the learner has these weights too. Prints a table for each model, by the version that sampled a token.
 
     python benchmarks/studies/routing_replay.py --folder routing --interrupted [--prompts 48]
 """
@@ -113,7 +113,7 @@ def with_experts(samples: Samples) -> PackedBatch:
 
 
 def three_ways(batch: PackedBatch, num_experts: int) -> Iterator[tuple[str, PackedBatch]]:
-    """By the names of ``WAYS``."""
+    """(name, batch) of each of ``WAYS``."""
     assert batch.experts_TLK is not None
     generator = torch.Generator().manual_seed(1)
     shape = (*batch.experts_TLK.shape[:2], num_experts)
@@ -145,13 +145,13 @@ class Differing:
     """Share of response tokens and layers whose set of experts in the learner is not the server's."""
 
     own: float
-    """Where the learner chooses in every layer."""
+    """The learner chooses in every layer."""
     own_tokens: float
     """Tokens with such a layer."""
     replayed: float
-    """The learner's choice behind layers that replay the server's."""
+    """The learner's choice after layers that replay the server's."""
     by_layer: list[float]
-    """As ``own``."""
+    """``own`` for each layer."""
 
 
 def differing(folder: Path, batch: PackedBatch) -> Differing:

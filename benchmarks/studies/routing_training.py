@@ -1,8 +1,8 @@
 """Does routing replay change how a model with experts learns?
 
 A grid of ``tandem train`` runs of a tiny Qwen3-MoE: ``learner.routing`` x seed, with several minibatches a step, so that
-the router's weights move within a step. Both engines compute in bfloat16, so that they choose different experts now and
-then (``routing_replay.py`` measures how often, without training).
+the router's weights move within a step. Both engines compute in bfloat16, so they choose different experts now and then
+(``routing_replay.py`` measures how often, without training).
 
     tandem make-tiny-model random --family qwen3_moe
     tandem sft configs/recipes/countdown_tiny_sft.yaml model.path=random output=warm
@@ -37,8 +37,8 @@ COLUMNS = {
     "clipped": over_run("policy/clip_fraction", fmean),
     "k1 KL(old, current)": over_run("policy/ppo_kl", fmean),
 }
-"""Reward and entropy of the last steps; the others of all steps. A sampled <pad>, whose embedding is zero, makes a gradient
-norm of up to 2e4 in one step: hence the median."""
+"""Reward and entropy are of the last steps, the others of all steps. A sampled <pad>, whose embedding is zero, makes a
+gradient norm of up to 2e4 in one step: hence the median."""
 FIGURE = {
     "mean reward": "reward/mean",
     "max |dp|": "mismatch/abs_prob_max",

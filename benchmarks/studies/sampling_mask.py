@@ -1,5 +1,5 @@
 """Sampling-mask replay on the real engines: the gap between server and learner under top_p, top_k and min_p, with the kept
-sets replayed in the learner's softmax and, as a control, without.
+sets replayed in the learner's softmax and, as a control, without replay.
 
 A tiny Qwen3 of random weights, sharpened so that its probabilities are far from uniform. For each truncation a server
 samples and a learner scores the same tokens two ways: over the kept set, as the server does, and
@@ -73,7 +73,7 @@ def sample_truncated(folder: Path, logs: Path, dtype: str, prompts: int) -> Iter
 def score(
     folder: Path, dtype: str, layout: LayoutConfig, batches: list[PackedBatch]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each batch: log-probs over the kept sets, and over the full vocabulary."""
+    """For each batch: log-probs over the kept sets, and over the full vocabulary."""
     engine = MegatronEngine(ModelConfig(path=folder, dtype=dtype), layout, None, **ENGINE)
     plain = [replace(batch, num_kept_T=None, kept_ids_M=None) for batch in batches]
     kept, full = (engine.logprobs(each, temperature=TEMPERATURE) for each in (batches, plain))

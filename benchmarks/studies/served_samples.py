@@ -1,4 +1,5 @@
-"""What studies share that score a real server's samples: made-up prompts, their samples, and these packed for the learner."""
+"""Shared by studies that score a real server's samples: made-up prompts, their samples, and the samples packed for the
+learner."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ Samples = list[tuple[list[int], Completion]]
 
 
 def sharpen(folder: Path, factor: float) -> None:
-    """All matrices so many times as large, so that probabilities are far from uniform: by the file, where those of each
-    expert have two dimensions."""
+    """Multiply all matrices by ``factor``, so that probabilities are far from uniform. This changes the file, in which each
+    expert's matrices are separate."""
     weights = load_file(folder / "model.safetensors")
     sharp = {name: tensor * factor if tensor.dim() == 2 else tensor for name, tensor in weights.items()}
     save_file(sharp, folder / "model.safetensors", metadata={"format": "pt"})
@@ -37,7 +38,7 @@ def sample(
     end: int,
     clients: Sequence[dict[str, Any]] = ({},),
 ) -> list[Samples]:
-    """The samples of one server: ``SIBLINGS`` to each prompt, anew for each of ``clients``, options of the client."""
+    """The samples of one server: ``SIBLINGS`` to each prompt, again for each of ``clients``, which are a client's options."""
     asked = made_up_prompts(prompts)
     options = {"max_new_tokens": new_tokens, "temperature": temperature, "stop_token_ids": [end]}
     with serving(config, logs) as fleet:

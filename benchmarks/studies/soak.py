@@ -7,10 +7,10 @@ The run has two servers, two learner ranks, a step of lag and a checkpoint every
 moment; the next one comes after the run has recovered: new steps are recorded, and both servers have the newest
 weights. Faults that end the run are followed by ``tandem resume``. The kinds and their order depend on ``--seed`` alone; the
 moments at which they meet the run do not. ``--undisturbed`` makes as many steps without faults afterwards, whose
-accuracy is compared. Ctrl-C stops the soak, and the same command goes on with it; with fewer ``--faults`` it ends it there.
+accuracy is compared. Ctrl-C stops the soak, and the same command continues it. With fewer ``--faults`` the command ends it.
 
-``full disk`` needs a file system of its own: where this process may mount one (root), the run is on a tmpfs, which stays
-there until it is unmounted; elsewhere the kind is left out, which is said.
+``full disk`` needs its own file system. If this process may mount one (root), the run is on a tmpfs, which stays there until
+it is unmounted. Otherwise this kind is left out, with a message.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SETTINGS = (
     "launch.stop_grace_s=5",
 )  # fmt: skip
 RECOVERY_S = 300.0
-"""Deadline of everything that is waited for."""
+"""Deadline of every wait."""
 NEW_STEPS = 2
 """Steps that a run records before it counts as recovered."""
 QUIET_S = 3 * 3600.0
@@ -60,7 +60,7 @@ class SoakError(Exception):
 
 
 class LongRun:
-    """A run that may be stopped, killed and resumed; its console goes on in one file."""
+    """A run that may be stopped, killed and resumed. One file has the console of all attempts."""
 
     def __init__(self, folder: Path, settings: Sequence[str]):
         self.folder, self._settings = folder, list(settings)
@@ -90,7 +90,7 @@ class LongRun:
         return psutil.Process(self._process.pid)
 
     def wait_for_end(self, within_s: float = RECOVERY_S) -> int:
-        """The exit code. Raises SoakError where a process is left."""
+        """The exit code. Raises SoakError if a process is left."""
         assert self._process is not None
         try:
             code = self._process.wait(within_s)
@@ -109,7 +109,7 @@ class LongRun:
                 process.kill()
 
     def processes(self) -> Iterator[psutil.Process]:
-        """All that work in this folder, or for a run in it, but for this process and who started it."""
+        """All processes that work in this folder or for a run in it, except this process and its ancestors."""
         ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -136,7 +136,7 @@ class LongRun:
         return [row for row in rows if row["step"] > 0]
 
     def learner(self) -> int | None:
-        """Process id of the first learner rank, once it trains, after which no earlier life's steps are recorded."""
+        """Process id of the first learner rank, once it trains: from then on no steps of an earlier attempt are recorded."""
         try:
             return json.loads((self.path / "roles/learn.json").read_text())["pid"]
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class LongRun:
     def check(self, *, has_ended: bool = False) -> None:
         """Raise SoakError for a step or a group that is missing or there twice, a token that is too old, or
         servers that sample from other weights than the learner's."""
-        lines = [*read_ledger(self.path / "ledger.jsonl")]  # before the metrics: the run goes on
+        lines = [*read_ledger(self.path / "ledger.jsonl")]  # before the metrics, because the run continues
         steps = self.steps()
         for number, row in enumerate(steps, start=1):
             version = row.get("sync/version", number)  # the last step of an attempt may end before its update
@@ -199,7 +199,7 @@ def _servers_killed(run: LongRun, draw: Draw) -> None:
 
 
 def _transfer_broken(run: LongRun, draw: Draw) -> None:
-    """A server that stands still for a while, so that updates wait for it, and then is gone."""
+    """Stop a server for a while, so that updates wait for it, and then kill it."""
     victim = draw.choice(_servers(run))
     victim.suspend()
     time.sleep(draw.uniform(1.0, 3.0))
@@ -272,7 +272,7 @@ def _servers(run: LongRun) -> list[psutil.Process]:
 class Kind:
     inject: Callable[[LongRun, Draw], None]
     ends: bool = False
-    """Whether the run ends of it, and is resumed."""
+    """Whether the fault ends the run, which is then resumed."""
 
 
 KINDS = {
@@ -298,15 +298,15 @@ class Recovery:
     kind: str
     at_step: int
     first_step_s: float
-    """Seconds from the fault to the next recorded step, which for some faults nothing delays."""
+    """Seconds from the fault to the next recorded step, which some faults do not delay."""
     recovered_s: float
-    """To the second new step by which both servers have the newest weights."""
+    """Seconds to the second new step by which both servers have the newest weights."""
     lost_steps: int
-    """Steps that were recorded and had to be done again."""
+    """Recorded steps that had to run again."""
 
 
 def soak(run: LongRun, kinds: Sequence[str], draw: Draw, tell: Callable[[Recovery], None]) -> None:
-    """Start the run, or go on with it, and let faults of these kinds happen to it, one after another. Raises
+    """Start the run or continue it, and let faults of these kinds happen to it, one after another. Raises
     SoakError."""
     begin(run, after=run.learner())
     wait_for_recovery(run, run.last_step())
@@ -332,8 +332,8 @@ def begin(run: LongRun, *, after: int | None) -> None:
 
 
 def wait_for_recovery(run: LongRun, kept: int) -> float:
-    """Return when ``NEW_STEPS`` steps after step ``kept`` are recorded, the last of them for both servers. Returns
-    when the first of them was."""
+    """Wait until ``NEW_STEPS`` steps after step ``kept`` are recorded and both servers have the last one. Returns the time
+    of the first of them."""
     run.wait_until(lambda: run.last_step() > kept, f"recorded a step after step {kept}")
     first = time.monotonic()
 
@@ -419,14 +419,14 @@ def main() -> None:
 
 
 def _mount(folder: Path) -> bool:
-    """Whether ``folder`` is a file system of its own now."""
+    """Whether ``folder`` now has its own file system."""
     folder.mkdir(exist_ok=True)
     if folder.is_mount():
         return True
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
     is_mounted = shutil.which("mount") is not None and not subprocess.run(command, check=False).returncode
     if not is_mounted:
-        print("full disk: left out, since this process may not mount a file system", flush=True)
+        print("full disk: left out, because this process may not mount a file system", flush=True)
     return is_mounted
 
 

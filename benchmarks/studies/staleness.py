@@ -1,8 +1,8 @@
-"""Does staleness hurt learning, and which correction mends it?
+"""Does staleness hurt learning, and which correction helps?
 
 A grid of ``tandem train`` runs of the quickstart's model: ``rollout.max_staleness`` k x correction x seed. The sample
-role is as far ahead as k allows, and every update waits for what is under way (``rollout.drain_s``): from step
-k + 1 on every token of a run has a lag of exactly k, however fast the machine is. The learning rate is higher than
+role is as far ahead as k allows, and every update waits for unfinished responses (``rollout.drain_s``). From step
+k + 1 on, every token of a run has a lag of exactly k, however fast the machine is. The learning rate is higher than
 the quickstart's, so that a few updates change the policy visibly.
 
     python benchmarks/studies/staleness.py --model runs/quickstart-*/warm --folder staleness [--jobs 2]

@@ -2,9 +2,9 @@
 
 A tiny model and a byte-level tokenizer get a family's template, and the model learns to call a tool in the family's form.
 An agent plays episodes with tools through the gateway: it answers calls and texts, rewrites its history (a fork), asks
-twice for an answer, and begins a conversation of its own. The server retracts running requests every few passes. Prints
-per family: turns that the learner compared with what the server was sent and answered, calls, retractions, sequences per
-episode, and the greatest gap of a trained token's log-prob (float32, staleness 0).
+twice for an answer, and begins a new conversation. The server retracts running requests every few passes. Prints per
+family: turns that the learner compared with the server's requests and answers, calls, retractions, sequences per episode,
+and the greatest gap of a trained token's log-prob (float32, staleness 0).
 
     python benchmarks/studies/templates.py --folder templates [--families qwen3 llama3_1] [--steps 3]
 """
@@ -33,7 +33,7 @@ CALLS = {  # as each family's models write them
 }
 HIDDEN, LAYERS, POSITIONS = 128, 4, 2048
 RETRACT_EVERY = 12
-"""Passes of the server after which it retracts requests: SGLang has a setting for tests of it."""
+"""Passes of the server after which it retracts requests, by a setting that SGLang has for tests."""
 LESSONS, LESSON_SIZE, LESSON_LR = 300, 4, 2e-3
 DEADLINE_S = 900
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds two numbers.", "parameters": {

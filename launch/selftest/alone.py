@@ -1,6 +1,6 @@
 """The work of checks without a server: a model's files, collectives, the learner's log-probs, updates and memory.
 
-Each function is (folder, config, request) -> Found, on every rank, and raises CheckFailed.
+Each function is (folder, config, request) -> Found. It runs on every rank and raises CheckFailed.
 """
 
 import math
@@ -35,7 +35,7 @@ from trainer.studies.layout_scoring import frozen_engine
 from trainer.studies.layout_statistics import probability_gaps
 
 SPREAD = 0.12
-"""Standard deviation of the weights: the answers of a model with smaller ones hardly depend on the prompt."""
+"""Standard deviation of the weights. With smaller weights, the answers hardly depend on the prompt."""
 LENGTHS = (90, 41, 7, 66, 23, 90, 12, 58)
 SANE_PROBABILITY = 0.1
 UPDATES = 3
@@ -75,7 +75,7 @@ def collectives(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
 
 def _check_numbers(found: Tensor, expected: Tensor, what: str) -> None:
     if wrong := int((found != expected).sum()):
-        fix = "look at the memory, and for NCCL at NCCL_DEBUG=INFO and the driver's errors (dmesg)"
+        fix = "check the memory of this machine; for NCCL set NCCL_DEBUG=INFO and read the driver's errors (dmesg)"
         raise CheckFailed(f"{what} over {dist.get_world_size()} processes gave {wrong} wrong numbers", fix)
 
 
@@ -93,7 +93,7 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
         nats = (mine - theirs).abs().max().item()
         gap = probability_gaps(mine, theirs).max().item()
         figures |= {f"{dtype}_max_logprob_gap_nats": nats, f"{dtype}_max_probability_gap": gap}
-        fix = f"`{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}"
+        fix = f"run `{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}"
         check_gap("a log-prob differs from transformers'", nats, gap, dtype, fix)
     nats = figures.get("float32_max_logprob_gap_nats")
     exact = f"float32: {nats:.1e} nats at most; " if nats is not None else ""
@@ -104,8 +104,8 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
 
 
 def check_gap(what: str, nats: float, gap: float, dtype: str, fix: str) -> None:
-    """nats, gap: the greatest difference of log-probs, and of probabilities. Raises CheckFailed where it is not sane, or in
-    float32 not exact."""
+    """nats, gap: the greatest difference of log-probs, and of probabilities. Raises CheckFailed if float32 log-probs differ by
+    more than ``EXACT_TOLERANCE``, or probabilities of another dtype by more than ``SANE_PROBABILITY``."""
     is_exact = dtype == "float32"
     if not (nats <= EXACT_TOLERANCE if is_exact else gap <= SANE_PROBABILITY):
         allowed = f"{EXACT_TOLERANCE:g} nats" if is_exact else f"{SANE_PROBABILITY:g} in probability"
@@ -114,7 +114,7 @@ def check_gap(what: str, nats: float, gap: float, dtype: str, fix: str) -> None:
 
 
 def random_batch(config: RunConfig) -> tuple[PackedBatch, list[list[int]]]:
-    """Sequences of random tokens, whose first token alone is prompt."""
+    """Sequences of random tokens. Only the first token of each is prompt."""
     draw = torch.Generator().manual_seed(config.seed)
     vocab_size = read_hf_config(config.model.path)["vocab_size"]
     ids = [torch.randint(0, vocab_size, (n,), generator=draw).tolist() for n in LENGTHS]
@@ -134,21 +134,23 @@ def reference_logprobs(config: RunConfig, ids: list[list[int]]) -> Tensor:
 
 
 def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
-    """Likelihood of a fixed batch, raised by a few updates; twice from the same start."""
+    """A few updates raise the likelihood of a fixed batch. They run twice from the same start."""
     batch, _ = random_batch(config)
     losses, norms, weights = updated(config, batch)
     if not all(map(math.isfinite, (*losses, *norms))) or not all(norms):
         raise CheckFailed(f"losses {losses}, norms of the gradient {norms}: not all are finite and above 0")
     if losses[-1] >= losses[0]:
         raise CheckFailed(
-            f"{UPDATES} updates on one batch took the loss from {losses[0]:.6f} to {losses[-1]:.6f}"
+            f"{UPDATES} updates on one batch did not lower the loss: {losses[0]:.6f} before, {losses[-1]:.6f} after"
         )
     _, _, again = updated(config, batch)
     differing = [name for name in weights if not torch.equal(weights[name], again[name])]
     # Attention's backward pass on CUDA adds in an order that is not fixed.
     if differing and not platform.has_cuda():
-        error = f"the same {UPDATES} updates gave other weights when repeated: {len(differing)} tensors"
-        raise CheckFailed(f"{error}, {differing[0]} first", f"look at the memory of this machine; {REPORT}")
+        error = (
+            f"the same {UPDATES} updates gave other weights when repeated: {len(differing)} tensors differ"
+        )
+        raise CheckFailed(f"{error}, {differing[0]} first", f"check the memory of this machine; {REPORT}")
     same = f", {len(differing)} of {len(weights)} tensors differ" if differing else " to the bit"
     text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; repeated{same}"
     return Found(text, {"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)})
@@ -183,7 +185,7 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     held = lasting_bytes(learner.engine) | {"activations": kept.peak}
     plan = {name: getattr(planned, name) for name in held}
     for name, size in held.items():
-        # What autograd keeps on CUDA depends on its kernels, and was never measured: reported, not judged.
+        # On CUDA the activations depend on the kernels and were never measured: reported, not judged.
         is_judged = name != "activations" or kind == "cpu"
         if is_judged and abs(size - plan[name]) > PLAN_TOLERANCE * plan[name]:
             error = f"{name} take {size_text(size)}, and the plan says {size_text(plan[name])}"

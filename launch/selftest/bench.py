@@ -1,4 +1,4 @@
-"""The place where checks are made: a folder, a config, a server while checks need one, and processes with a deadline."""
+"""The bench that runs the checks: their folders, config and server, and processes with a deadline."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ from rollout.servers.watched_process import log_tail
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "debug" / "selftest.yaml"
 GRACE_S = 3.0
-"""Time between SIGTERM and SIGKILL: nothing that runs here has anything to save."""
+"""Seconds between SIGTERM and SIGKILL. No process here has anything to save."""
 LOG_LINES = 40
 BESIDE_A_LEARNER = "rollout.server_args.mem_fraction_static=0.4"
 """A server must leave room to a learner on the same GPU."""
 
 
 class Bench:
-    """A context manager, which ends its server. Each check has a folder of its own inside ``out``."""
+    """A context manager that ends its server. Each check has its own folder inside ``out``."""
 
     def __init__(
         self, out: Path, machine: Machine, *, seed: int, tick: Callable[[float], None] = lambda seconds: None
@@ -41,7 +41,7 @@ class Bench:
         self._serving = contextlib.ExitStack()
         self._server: Supervisor | None = None
         self.torch: dict[str, Any] = {}
-        """What the first process with torch has told about it."""
+        """The facts about torch from the first process that imports it."""
 
     def __enter__(self) -> "Bench":
         return self
@@ -55,7 +55,7 @@ class Bench:
 
     @cached_property
     def overrides(self) -> list[str]:
-        """Of ``CONFIG``, for this machine."""
+        """Overrides of ``CONFIG`` for this machine."""
         paths = [f"model.path={self.model}", f"launch.runs_dir={self.out / 'runs'}", f"seed={self.seed}"]
         return [*paths, *((*ON_GPUS, BESIDE_A_LEARNER) if self.machine.gpus else ())]
 
@@ -67,17 +67,17 @@ class Bench:
         return config
 
     def begin(self, check: Check) -> None:
-        """Make ``check`` the one that the time counts for."""
+        """Make ``check`` the current check and start its time."""
         self.check, self._began = check, time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Of the check so far."""
+        """Seconds of the current check so far."""
         return time.monotonic() - self._began
 
     @property
     def folder(self) -> RunFolder:
-        """That of the check, made where it is missing."""
+        """The folder of the current check; made if it is missing."""
         folder = RunFolder(self.out / self.check.name)
         folder.path.mkdir(exist_ok=True)
         return folder
@@ -109,8 +109,8 @@ class Bench:
         return Found(found["text"], found["figures"])
 
     def run(self, *roles: Role) -> None:
-        """Run processes side by side until all have ended well. Raises RoleFailed, and CheckFailed at the deadline. None
-        is left."""
+        """Run processes side by side until all have ended well. Leaves no process behind. Raises RoleFailed, and CheckFailed
+        at the deadline."""
         with Supervisor(grace_s=GRACE_S) as supervisor:
             for one in roles:
                 supervisor.start(one)
@@ -123,12 +123,13 @@ class Bench:
     def _keep_time(self, log: Path) -> None:
         self._tick(self.seconds)
         if self.seconds > self.check.deadline_s:
-            error = f"it had not ended after {self.check.deadline_s:.0f} s, and was ended"
-            fix = "look at the load of this machine, and try `--only` with this check alone"
+            error = f"it had not ended after {self.check.deadline_s:.0f} s and was stopped"
+            fix = "check the load of this machine, and run only this check with `--only`"
             raise CheckFailed(error, f"{fix}; else {REPORT}", log_tail(log, LOG_LINES))
 
     def start_server(self) -> None:
-        """Returns when the server has answered. It goes on until ``stop_server``. Raises RoleFailed."""
+        """Returns when the server has answered. The server runs until ``stop_server``. Raises RoleFailed, and CheckFailed at
+        the deadline."""
         folder = self.folder
         folder.config.write_text(resolved_yaml(self.config))
         work = role("serve", folder, self.config)
@@ -150,7 +151,7 @@ class Bench:
         self._serving.close()
 
     def train(self, *more: str) -> list[dict[str, Any]]:
-        """The metrics of each step of a run by ``tandem train``, with further overrides. Raises RoleFailed."""
+        """The metrics of each step of a ``tandem train`` run with further overrides. Raises RoleFailed."""
         name = f"selftest-{self.check.name}"
         arguments = ["train", str(CONFIG), *self.overrides, f"name={name}", *more]
         command = [sys.executable, "-m", "launch", *arguments]

@@ -1,8 +1,8 @@
-"""A check of the selftest, and what comes of it.
+"""A check of the selftest, and its outcome.
 
-A check passes, fails with an error and a fix to try, cannot be made on this machine ("not here"), or cannot be made
-because one that it needs has failed ("not run"). Whatever ends the work of a check, a crash, a dead process or its
-deadline, is a failure of that check alone: the others go on.
+A check passes, fails with an error and a fix to try, cannot run on this machine ("not here"), or is left out because
+a check that it needs has not passed ("not run"). A crash, a dead process or a deadline fails only the check that it
+ends. The other checks continue.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ REPORT = "report it with selftest.txt, which has the versions and the end of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What decides which checks can be made."""
+    """The facts that decide which checks can run."""
 
     gpus: int
     has_transformer_engine: bool
@@ -73,12 +73,12 @@ class Check:
     proves: str
     """One sentence."""
     run: Callable[["Bench"], Found]
-    """Raises CheckFailed. Anything else that it raises is a failure too."""
+    """Raises CheckFailed. Any other exception is a failure too."""
     seconds: float
-    """On two idle cores, for the time left."""
+    """Its time on two idle cores, from which the time left is estimated."""
     deadline_s: float = 600.0
     needs: tuple[str, ...] = ()
-    """Checks that must have passed before."""
+    """Checks that must have passed before this one."""
     uses_server: bool = False
     why_not_here: Callable[[Machine], str | None] = lambda machine: None
 
@@ -88,7 +88,7 @@ class Outcome:
     check: Check
     result: Result
     text: str
-    """What was found; or the error; or the reason."""
+    """The finding, the error or the reason."""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
     fix: str = ""
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def why_not(check: Check, machine: Machine, earlier: Mapping[str, Outcome]) -> Outcome | None:
-    """The outcome of a check that cannot be made; None for one that can. earlier: by name."""
+    """The outcome of a check that cannot run; None if it can. earlier: outcomes by the check's name."""
     if (reason := check.why_not_here(machine)) is not None:
         return Outcome(check=check, result=Result.NOT_HERE, text=reason)
     for need in (earlier[name] for name in check.needs):
@@ -110,7 +110,7 @@ def why_not(check: Check, machine: Machine, earlier: Mapping[str, Outcome]) -> O
 
 
 def outcome_of(check: Check, bench: "Bench") -> Outcome:
-    """Make the check. Raises Interrupted and KeyboardInterrupt alone; ``seconds`` are left to the caller."""
+    """Run the check. Raises only Interrupted and KeyboardInterrupt. The caller fills in ``seconds``."""
     try:
         found = check.run(bench)
     except Interrupted:
@@ -127,7 +127,7 @@ def outcome_of(check: Check, bench: "Bench") -> Outcome:
 
 
 def _in_one_line(failure: RoleFailed) -> str:
-    """How a process ended, and the line of its last words that tells most."""
+    """How a process ended, and the most telling line of the end of its log."""
     first, *rest = str(failure).splitlines()
     said = [line.strip() for line in rest if line.strip() and not line.startswith("Its whole log")]
     if not said:

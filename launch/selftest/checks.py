@@ -1,4 +1,4 @@
-"""The checks of ``tandem selftest``, in the order in which they are made. Those that need a server follow each other."""
+"""The checks of ``tandem selftest``, in the order in which they run. Those that need a server follow each other."""
 
 import math
 import shutil
@@ -17,7 +17,7 @@ from rollout.servers.command import ServerSpec, server_environment
 from rollout.servers.share import ServerShare
 
 FREE_SPACE = GIB
-"""What the selftest itself leaves behind is less than a tenth of it."""
+"""Bytes. The selftest itself leaves less than a tenth of them behind."""
 INSTALL = "run `bash launch/install.sh` on a node like this one"
 SAME_POLICY_NATS = 1e-3
 """Allowed in float32 on any sampled token, as in every run (``trainer/weight_sync.py``)."""
@@ -29,8 +29,8 @@ def _machine(bench: Bench) -> Found:
     free = shutil.disk_usage(bench.out).free
     if free < FREE_SPACE:
         error = f"{bench.out} has {size_text(free)} left, and runs need more than {size_text(FREE_SPACE)}"
-        raise CheckFailed(error, "give --folder a place on a disk with more")
-    # The address is of several nodes, and its finding names the host.
+        raise CheckFailed(error, "give a --folder on a disk with more space")
+    # The address matters only between nodes, and its finding names the host.
     findings = [finding for finding in checks_of_node(None, None) if finding.check != "address"]
     wrong = [finding for finding in findings if finding.level is Level.FAIL]
     if wrong:
@@ -45,7 +45,7 @@ def _machine(bench: Bench) -> Found:
 
 
 def packages(machine: Machine) -> dict[str, str]:
-    """The module whose import loads a package as the roles do, by the package's name."""
+    """By the package's name, the module whose import loads the package as the roles do."""
     transformer_engine = {"Transformer Engine": "transformer_engine.pytorch"}
     return {"Megatron-Core": "parallel.engine", "SGLang": "sglang.srt.server_args"} | (
         transformer_engine if machine.has_transformer_engine else {}
@@ -74,7 +74,7 @@ def _packages(bench: Bench) -> Found:
 
 
 def _gloo(bench: Bench) -> Found:
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks find two GPUs, or none
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks need two GPUs or none
     return bench.measure("collectives", ranks=2, env=hidden, backend="gloo")
 
 
@@ -89,7 +89,7 @@ def _train(bench: Bench, placement: str) -> Found:
 
 
 def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) -> Found:
-    """What the metrics of a run say; a value that was not finite is None. Raises CheckFailed."""
+    """The finding from a run's metrics. A value that was not finite is None. Raises CheckFailed."""
     steps = [step for step in steps if step["step"] > 0]
     if [step["step"] for step in steps] != list(range(1, expected + 1)):
         raise CheckFailed(f"the run recorded steps {[step['step'] for step in steps]}, not 1 to {expected}")
@@ -98,7 +98,7 @@ def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) ->
             if not isinstance(value := step.get(name), int | float) or not math.isfinite(value):
                 raise CheckFailed(f"step {step['step']}: {name} is {value}, not a finite number")
         if step["optim/grad_norm"] == 0:
-            raise CheckFailed(f"step {step['step']}: the gradient is zero, so that nothing was trained")
+            raise CheckFailed(f"step {step['step']}: the gradient is zero, so nothing was trained")
         if step["sync/version"] != step["step"]:
             error = f"step {step['step']}: the servers were sent version {step['sync/version']}"
             raise CheckFailed(error)
@@ -122,12 +122,12 @@ def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) ->
 def _no_two_gpus(machine: Machine) -> str | None:
     if machine.gpus == 0:
         return "no GPU"
-    return None if machine.gpus > 1 else "it takes two GPUs, and here is one"
+    return None if machine.gpus > 1 else "it needs two GPUs, and this machine has one"
 
 
 def _no_transformer_engine(machine: Machine) -> str | None:
     if machine.gpus == 0:
-        return "no GPU; its layers run on CUDA alone"
+        return "no GPU; its layers run only on CUDA"
     return None if machine.has_transformer_engine else "transformer_engine is not installed (it is optional)"
 
 
@@ -138,7 +138,7 @@ CHECKS = (
     Check("packages", "both engines can be imported", _packages, seconds=18),
     Check(
         "model",
-        "a tiny random model is written, and read again to the bit",
+        "a tiny random model is written, and read back to the bit",
         lambda bench: bench.measure("model"),
         seconds=10,
     ),
@@ -214,7 +214,7 @@ CHECKS = (
     ),
     Check(
         "train",
-        "`tandem train` makes two steps, learner and server with devices of their own",
+        "`tandem train` makes two steps; learner and server have separate devices",
         lambda bench: _train(bench, "separate"),
         seconds=45,
         needs=("model",),
@@ -222,7 +222,7 @@ CHECKS = (
     ),
     Check(
         "train-colocated",
-        "`tandem train` makes two steps, learner and server in turns on the same devices",
+        "`tandem train` makes two steps; learner and server take turns on the same devices",
         lambda bench: _train(bench, "colocated"),
         seconds=40,
         needs=("model",),
@@ -231,7 +231,7 @@ CHECKS = (
 
 
 def chosen(names: Sequence[str]) -> list[Check]:
-    """The checks of these names and those that they need, in their order; all where none is named. Raises ValueError."""
+    """The checks of these names and those that they need, in their order; all if no name is given. Raises ValueError."""
     by_name = {check.name: check for check in CHECKS}
     for name in names:
         if name not in by_name:

@@ -1,7 +1,7 @@
-"""The selftest-rank role: the work of one check, in processes of its own under torchrun.
+"""The selftest-rank role: the work of one check, in separate processes under torchrun.
 
-request.json names the work, ``PARTS`` says where it is. The first rank writes found.json; a rank that finds
-something wrong writes failed.json, and fails.
+request.json names the work, and ``PARTS`` has its function. The first rank writes found.json. A rank that finds an
+error writes failed.json and fails.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def run_part(folder: RunFolder, config: RunConfig) -> None:
 
 
 def torch_facts() -> dict[str, Any]:
-    """About torch's build and the devices that it sees, for the report: the command itself imports no torch."""
+    """torch's build and the devices that it sees, for the report. The command itself does not import torch."""
     import torch
 
     built_with = [line.strip(" -") for line in torch.__config__.show().splitlines()[1:]]

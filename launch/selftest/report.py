@@ -1,6 +1,6 @@
 """The report of a selftest: a table for the console, selftest.txt for a bug report, selftest.json for scripts.
 
-Reports are sent to others: names of user and host, the home folder, keys and tokens are taken out of every text.
+Users send reports to others, so every text is cleared of user and host names, the home folder, keys and tokens.
 """
 
 import json
@@ -67,14 +67,13 @@ def _cpu_name() -> str:
 
 
 def scrubber(folder: Path) -> Callable[[str], str]:
-    """A function that takes out of a text what is nobody's business. folder: the selftest's own, whose keys are taken
-    out too."""
+    """A function that removes private parts from a text. folder: that of the selftest; its keys are removed too."""
     keys = [word for file in folder.rglob(KEY) for word in re.findall(r"[\w+/=-]{16,}", file.read_text())]
     secrets = [value for name, value in os.environ.items() if looks_secret(name, value)]
     exact = dict.fromkeys([*keys, *secrets], "SECRET") | {str(folder): "FOLDER"}
     home = os.path.expanduser("~")
     exact |= {home: "HOME"} if home not in ("/", "~") else {}
-    # A user of the name `a` must not take the letter out of every word.
+    # A user named `a` must not remove this letter from every word.
     words = {socket.gethostname(): "HOST", _user(): "USER"}
     words = {word: name for word, name in words.items() if word and word not in ("root", "localhost")}
 
@@ -105,7 +104,7 @@ def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
 
 
 def print_outcomes(outcomes: Sequence[Outcome], *, width: int) -> None:
-    """The table, on the console. width: that of the output where it is no terminal."""
+    """Print the table on the console. width: the width if the output is not a terminal."""
     from rich.text import Text
 
     rows = [
@@ -116,7 +115,7 @@ def print_outcomes(outcomes: Sequence[Outcome], *, width: int) -> None:
 
 
 def failures(outcomes: Sequence[Outcome]) -> str:
-    """What failed, with what it means and what to try; "" if nothing did."""
+    """The failed checks, what they should prove and what to try; "" if none failed."""
     failed = [one for one in outcomes if one.result is Result.FAIL]
     return "\n".join(
         f"FAIL {one.check.name}: {one.text}\n  it should prove: {one.check.proves}\n  try: {one.fix}"

@@ -1,4 +1,4 @@
-"""The reward of the selftest's runs. It differs between the answers of a random model, so that there is something to learn."""
+"""The reward of the selftest's runs. It differs between the answers of a random model, so there is something to learn."""
 
 
 def share_of_digits(prompt: str, response: str, reference: str) -> float:

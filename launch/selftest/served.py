@@ -1,6 +1,6 @@
 """The work of checks that need the server of the selftest: log-probs, transfer, a flipped bit, mismatch by cause.
 
-Each function is (folder, config, request) -> Found, on one rank, and raises CheckFailed.
+Each function is (folder, config, request) -> Found. It runs on one rank and raises CheckFailed.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Joined:
 
 @contextmanager
 def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
-    """On one GPU learner and server take turns, as in a colocated run, and the server gets the learner's weights first."""
+    """On one GPU, learner and server take turns as in a colocated run, and the server first gets the learner's weights."""
     control, _ = _control(config, request)
     is_shared = config.launch.takes_turns
     with control:
@@ -105,7 +105,7 @@ def gaps(there: Joined, config: RunConfig) -> tuple[float, float, int]:
 
 
 def transfer(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
-    """Other weights, sent and read from disk: the server must then hold the same bits."""
+    """Send other weights, then let the server read them from disk. It must hold the same bits both times."""
     with joined(config, request) as there:
         control, learner = there.control, there.learner
         (before,) = control.checksums()
@@ -145,7 +145,7 @@ def check_received(
 
 
 def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
-    """One bit of one broadcast, changed after the sender has taken its hash."""
+    """Change one bit of one broadcast after the sender has hashed it. The server must refuse the update."""
     with joined(config, request) as there:
         there.sync.send_again()
         (before,) = there.control.checksums()
@@ -153,7 +153,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         with one_bit_flipped():
             told = _refusal_of(there.sync)
         (served,) = there.control.versions()
-        there.turns.give_to_servers()  # the next learner asks it for memory, and it can give back only what it has
+        there.turns.give_to_servers()  # the next learner takes their memory, and they can give back only what they hold
     if FOUND_BY_SERVER not in told:
         raise CheckFailed(f"the server refused the update for another reason: {told}")
     if served != version:
@@ -165,9 +165,9 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         (after,) = there.control.checksums()
     if wrong := differing_tensors(after, before):
         raise CheckFailed(
-            f"the next update did not mend {', '.join(wrong[:3])}", f"do not train here; {REPORT}"
+            f"the next update did not repair {', '.join(wrong[:3])}", f"do not train here; {REPORT}"
         )
-    return Found(f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update mended it")
+    return Found(f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update repaired it")
 
 
 def _refusal_of(sync: WeightSync) -> str:
@@ -181,7 +181,7 @@ def _refusal_of(sync: WeightSync) -> str:
 
 @contextmanager
 def one_bit_flipped() -> Iterator[None]:
-    """Inside, the first bucket of a transfer is sent with other bytes than its sender has."""
+    """Inside, one bit of a transfer's first bucket changes on the way, after the sender has hashed the bucket."""
     start, offer, is_done = WeightBroadcaster.start, Sending.offer, False
 
     def flipped(flat: Tensor) -> Tensor:
@@ -227,13 +227,13 @@ def check_causes(found: Mapping[str, float], dtype: str, *, is_cuda: bool) -> No
     """found: the greatest difference in probability, by cause. Raises CheckFailed."""
     if not is_cuda and found["repeat"] != 0:
         error = f"the learner scored the same tokens twice, and probabilities differ by {found['repeat']:.1e}"
-        raise CheckFailed(error, f"look at the memory of this machine; {REPORT}")
+        raise CheckFailed(error, f"check the memory of this machine; {REPORT}")
     limits = dict.fromkeys(found, SANE_PROBABILITY)
     if dtype == "float32":
         limits |= dict.fromkeys(found.keys() & {"engines", "prefill", "packing"}, EXACT_TOLERANCE)
     for name, gap in found.items():
         if not gap <= limits[name]:
-            raise CheckFailed(f"{name} moves a probability by {gap:.1e}; {limits[name]:g} is sane")
+            raise CheckFailed(f"{name} moves a probability by {gap:.1e}; {limits[name]:g} is allowed")
 
 
 async def _sample(config: RunConfig, urls: list[str], key: RunKey) -> tuple[Sampled, Tensor]:

@@ -37,14 +37,14 @@ def run(plan: Plan) -> Path:
     plan = _score_all(plan, out, sampled, skipped)
     result = evaluate(plan, config, out, sampled, skipped)
     write(result, out)
-    if plan.request.out is None:  # a folder that the user names has no config, and is no run's
+    if plan.request.out is None:  # a folder that the user names has no config and is not a run folder
         finish_study(folder, config, "mismatch.md")
     return out
 
 
 def _draw_all(plan: Plan, out: Path, skipped: list[str]) -> list[Part]:
-    """Sample with one rollout after another. Returns those that the learners are to score; ``skipped`` gets those that
-    cannot run here."""
+    """Sample with one rollout after another. Returns the rollouts whose samples the learners score; ``skipped`` gets those
+    that cannot run here."""
     rollouts = plan.of("rollout", "mode", "dtype")
     samples: dict[str, Path] = {}
     for number, part in enumerate(rollouts, 1):
@@ -63,8 +63,8 @@ def _draw_all(plan: Plan, out: Path, skipped: list[str]) -> list[Part]:
 
 
 def _score_all(plan: Plan, out: Path, sampled: Sequence[Part], skipped: list[str]) -> Plan:
-    """Score the samples with one learner after another. Returns the plan without the learners that cannot run here, which
-    ``skipped`` gets."""
+    """Score the samples with one learner after another. Returns the plan without the learners that cannot run here;
+    ``skipped`` gets those."""
     learners = plan.of("learner", "why")
     for number, part in enumerate(learners, 1):
         ranks = counted(part.config.layout.world_size, "rank")

@@ -17,13 +17,13 @@ from parallel.planning.architecture import architecture_of
 from rollout.servers.served import check_gpus
 
 SHORT_PER_PROMPT = 4
-"""Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""
+"""Short responses per prompt, besides the long one. Each has at most max_new_tokens / SHORT_PER_PROMPT tokens."""
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton")
-"""SGLang's backends on CUDA. --why tries each, since it depends on the GPU which of them run."""
+"""SGLang's backends on CUDA. --why tries each, because the GPU decides which of them run."""
 ROLLOUT_WORDS = ("tp", "attention", "deterministic")
 NO_MODES_ON_CPU = (
-    "SGLang's deterministic mode and its attention backends: not on CPU, where SGLang has one attention backend (torch_native) and none of "
-    "the batch-invariant kernels that its deterministic mode consists of, beside the seeds of samples, which change no probability"
+    "SGLang's deterministic mode and attention backends are not on CPU: there SGLang has one attention backend (torch_native), and its "
+    "deterministic mode has no batch-invariant kernels, only seeds of samples, which change no probability"
 )
 
 
@@ -46,8 +46,8 @@ class Part:
     text: str
     """The layout, as the user writes it."""
     kind: str
-    """rollout; mode (a rollout layout in another mode of the server); dtype (a server of another dtype, which
-    --why has score tokens); learner; why (a learner layout that only --why asks for)."""
+    """rollout; mode (a rollout layout in another mode of the server); dtype (a server of another dtype, which scores
+    tokens for --why); learner; why (a learner layout that only --why adds)."""
     config: RunConfig
 
     def folder(self, out: Path) -> RunFolder:
@@ -60,7 +60,7 @@ class Part:
 
 
 def layout_folder(out: Path, side: str, layout: str) -> RunFolder:
-    """Of a study: the run folder of one side in a layout, ``learner-tp2-pp2``."""
+    """The run folder of a study for one side in one layout, such as ``learner-tp2-pp2``."""
     return RunFolder(out / f"{side}-{layout.replace('=', '').replace(',', '-')}")
 
 
@@ -75,7 +75,7 @@ class Plan:
 
 
 def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
-    """Every part with its checked config. ``gpus``: the visible GPUs, all of which each part has for itself; 0 for
+    """Every part with its checked config. ``gpus``: the number of visible GPUs, which each part has for itself; 0 for
     the CPU.
 
     Raises ValueError with the option; ConfigError with the error that a layout causes in the config.
@@ -88,7 +88,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     _check_enough(request.prompts, parts[0].config.task)
     if parts[0].config.rollout.is_truncated:
         raise ValueError(
-            "rollout.top_k: the study compares log-probs of the full softmax; give rollout.top_k=-1 rollout.top_p=1.0 rollout.min_p=0.0"
+            "rollout.top_k: the study compares log-probs of the full softmax; set rollout.top_k=-1 rollout.top_p=1.0 rollout.min_p=0.0"
         )
     parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
     skipped = [] if gpus else [NO_MODES_ON_CPU]
@@ -104,7 +104,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
 
 
 def _checked(request: Request) -> Request:
-    """The request with each layout in its one form. Raises ValueError with the option."""
+    """The request with each layout in its canonical form. Raises ValueError with the option."""
     if request.prompts < 2:
         raise ValueError(
             f"--prompts {request.prompts}: give at least 2, since errors are estimated from their spread"
@@ -126,7 +126,7 @@ def _checked(request: Request) -> Request:
             raise ValueError(f"{option} {twice} is given twice; give each layout once")
     if not _is_plain(request.rollouts[0]):
         raise ValueError(
-            f"--rollout {request.rollouts[0]}: the first one must be a layout alone, to compare modes of the server with"
+            f"--rollout {request.rollouts[0]}: the first one must be a layout without a mode, which the modes are compared with"
         )
     return request
 
@@ -138,7 +138,7 @@ def _reason(error: ValueError | ConfigError) -> str:
 
 
 def _in_equal_pieces(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """With aligned numerics every layout sums in the pieces of the largest, so that all have the same bits."""
+    """With aligned numerics, every layout sums in the pieces of the largest one, so all give the same bits."""
     pieces = max(part.config.numerics_pieces or 0 for part in parts)
     if not pieces:
         return tuple(parts)
@@ -150,7 +150,7 @@ def _in_equal_pieces(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _check_enough(prompts: int, task: TaskConfig) -> None:
-    """Check the number of prompts of a task from files. A generated task checks it while it generates."""
+    """Check that a task from files has enough prompts. A generated task checks this while it generates."""
     if isinstance(task, CountdownTask):
         return
     from rollout.tasks.records import read_records
@@ -158,11 +158,12 @@ def _check_enough(prompts: int, task: TaskConfig) -> None:
     available = sum(1 for _ in read_records(task.train_path))
     if prompts > available:
         error = f"--prompts {prompts}: {task.train_path} holds {available} training prompts"
-        raise ValueError(f"{error}; ask for at most so many")
+        raise ValueError(f"{error}; ask for no more than these")
 
 
 def learner_layout(text: str) -> LayoutConfig:
-    """The layout with as few copies of the model as it allows, where the text sets none: more copies score the same."""
+    """The layout of the text. If the text does not set the copies of the model, it has as few as possible: more copies
+    would score the same. Raises ValueError."""
     try:
         return parse_layout(text).smallest()
     except ValueError as error:
@@ -187,8 +188,7 @@ def _is_plain(rollout: str) -> bool:
 
 
 def _rollout_words(text: str) -> list[str]:
-    """The words of ``tp=2,attention=triton,deterministic``, of which tp comes first and is never missing. Raises
-    ValueError."""
+    """The words of ``tp=2,attention=triton,deterministic``. tp comes first and is never missing. Raises ValueError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         name = word.partition("=")[0]
@@ -196,7 +196,7 @@ def _rollout_words(text: str) -> list[str]:
             fix = did_you_mean(name, ROLLOUT_WORDS, "words")
             raise ValueError(f"--rollout {text}: unknown word {name!r}; {fix}")
         if not re.fullmatch(r"tp=\d+|attention=\w+|deterministic", word):
-            fix = "write tp=N, attention=NAME or deterministic alone"
+            fix = "write tp=N, attention=NAME, or deterministic without a value"
             raise ValueError(f"--rollout {text}: {word!r} cannot be read; {fix}")
     names = [word.partition("=")[0] for word in words]
     if len(set(names)) < len(names):
@@ -227,8 +227,8 @@ def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int, more: Sequenc
 
 
 def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Part], list[str]]:
-    """(parts that only --why asks for, the reasons why others are left out). Each part differs in one thing from the
-    first layout of the user."""
+    """(parts that only --why adds, the reasons why others are left out). Each part differs in one thing from the user's
+    first layout."""
     first = parse_layout(request.learners[0])
     tp = max(2, first.tp)
     causes = {"tp=1" if first.tp > 1 else "tp=2": "tp"}
@@ -241,7 +241,7 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
             _add(make, f"learner {text} as a cause ({cause})", parts, skipped)
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
-    if server.temperature == 1.0:  # servers score tokens at no other temperature
+    if server.temperature == 1.0:  # servers score tokens only at this temperature
         overrides = [*as_overrides(ONE_PROCESS), f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
         _add(
             lambda: Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides)),
@@ -258,7 +258,7 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
 
 
 def _add(make: Callable[[], Part], what: str, parts: list[Part], skipped: list[str]) -> None:
-    """Add the part or, to ``skipped``, why there can be none: the user did not ask for it."""
+    """Add the part. If it cannot run, add the reason to ``skipped``: the user did not ask for this part."""
     try:
         parts.append(make())
     except (ValueError, ConfigError) as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer.studies.layout_statistics import Sampled
 
 WIDTH = 160
-"""Width of the tables where the output is no terminal."""
+"""Width of the tables if the output is not a terminal."""
 
 
 def evaluate(
@@ -124,7 +124,7 @@ def _causes(
         server_rows, failed = _server_causes(plan, out, base, sampled, baseline)
         rows, left_out = rows + server_rows, left_out + failed
     else:
-        error = "causes on the server: SGLang gives prefill log-probs at temperature 1 alone"
+        error = "causes on the server: SGLang gives prefill log-probs only at temperature 1"
         left_out.append(f"{error}; use rollout.temperature=1")
     ranked = rank_causes(rows)
     return {"learner": first.text, "rollout": base.text, "ranked": ranked, "routing": routing}, left_out

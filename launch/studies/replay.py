@@ -34,8 +34,8 @@ COLUMNS = (
     ("|gradient|", "gradient_norm", "{:.3g}"),
     ("cosine", "cosine", "{:.4f}"),
 )
-"""ESS is that of the ratios, ``bounded`` that of the weights. The cosine is that of the angle to the gradient
-without correction."""
+"""``ESS`` is of the ratios, ``bounded`` of the weights. The cosine is between the gradient and the one without
+correction."""
 GAP_BY_LAG = (
     ("tokens", "tokens", "{:.0f}"),
     ("mean |dp|", "abs_prob_mean", "{:.2e}"),
@@ -43,17 +43,18 @@ GAP_BY_LAG = (
     ("k3", "k3", "{:.2e}"),
     ("ESS", "ess", "{:.3f}"),
 )
-"""The gap between the policies by the age of the tokens, which no correction changes."""
+"""The gap between the policies by the age of the tokens. No correction changes it."""
 RECORDED = ("learner.old_logprobs=when_needed", "learner.routing=own")
-"""The pass of ``old`` is recorded, with its experts: no correction contradicts how the run made it."""
+"""Overrides for reading a correction. ``old`` is recorded with its experts, so no correction may contradict how the run
+computed it."""
 OF_LAG = re.compile(r"staleness/by_lag/(\w+)/(\w+)")
 
 
 def corrections_named(folder: RunFolder, names: Sequence[str]) -> dict[str, CorrectionConfig]:
-    """Each preset's name, block of keys or ``key=value`` as an override of the run's ``correction`` reads it: all presets
-    where there is none. With ``disabled`` for the comparison.
+    """The correction of each name. A name is a preset's, a block of keys or ``key=value``, read like an override of the
+    run's ``correction``. Without names: all presets. ``disabled`` is always there, for the comparison.
 
-    Raises ConfigError for what is no correction.
+    Raises ConfigError for a name that is not a correction.
     """
     run = parse_config(folder.config, RECORDED)
 
@@ -77,8 +78,8 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
 
 
 def answer_request(folder: RunFolder, config: RunConfig) -> None:
-    """The replay-rank role: replays the recorded step of the request file with gradients of the parameters, in one process,
-    whatever layout trained."""
+    """The replay-rank role: replays the recorded step of the request file with gradients of the parameters, in one process
+    whatever the run's layout."""
     request = json.loads(request_file(folder).read_text())
     corrections = corrections_named(folder, request["corrections"])
     write_results(folder, config, request["step"], corrections, with_gradients=True)
@@ -95,7 +96,7 @@ def write_results(
     """Replay in this process and write ``result_file``: the step's own correction first, then
     ``corrections``.
 
-    with_gradients: of the parameters, in an initialised process group of one.
+    with_gradients: take those of the parameters, in an initialised process group of one.
     """
     from trainer.recording import read_batch
     from trainer.studies.replay import of_logprobs, of_parameters, replay
@@ -143,15 +144,15 @@ def _by_lag(one: "Replayed") -> dict[str, dict[str, float]]:
 def starting_weights(folder: RunFolder, step: int) -> Path | None:
     """The checkpoint that a step started from; None for step 1, which starts from the run's model.
 
-    Raises ValueError where it was not kept.
+    Raises ValueError if it was not kept.
     """
     if step == 1:
         return None
     kept = valid_checkpoints(folder.checkpoints)
     if step - 1 not in kept:
         possible = [s for s in recorded_steps(folder.batches) if s == 1 or s - 1 in kept]
-        error = f"--gradients needs the weights that step {step} started from, a checkpoint of step {step - 1}, which was not kept"
-        fix = f"steps that were recorded and have one: {possible or 'none'}"
+        error = f"--gradients needs the weights that step {step} started from, but the checkpoint of step {step - 1} was not kept"
+        fix = f"recorded steps that have such a checkpoint: {possible or 'none'}"
         raise ValueError(f"{error}; {fix} (see checkpoint.every, checkpoint.keep and record_batches)")
     return kept[step - 1]
 
@@ -159,7 +160,7 @@ def starting_weights(folder: RunFolder, step: int) -> Path | None:
 def _engine_before(folder: RunFolder, config: RunConfig, step: int):
     from trainer.learner import Learner
 
-    # Ref log-probs are recorded, and a critic's loss is no part of a replay.
+    # Ref log-probs are recorded, and a replay leaves out a critic's loss.
     engine = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS})).engine
     checkpoint = starting_weights(folder, step)
     if checkpoint is not None:

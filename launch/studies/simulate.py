@@ -32,7 +32,7 @@ def ranks_of_stages(layout: LayoutConfig) -> list[int]:
 
 
 def simulate_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[SimulatedRank]:
-    """Each rank as it is done, as many at a time as cores and memory allow. Raises SimulationFailed."""
+    """Yields each rank when it is done; as many run at a time as cores and memory allow. Raises SimulationFailed."""
     at_once = max(1, min(len(ranks), os.cpu_count() or 1, psutil.virtual_memory().available // MEMORY_EACH))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(at_once, context, max_tasks_per_child=1) as pool:
@@ -53,8 +53,8 @@ def simulate_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[Simulate
 def _simulate(config: RunConfig, rank: int) -> SimulatedRank:
     import warnings
 
-    os.environ[SIMULATED_VARIABLE] = "1"  # of this process alone, and before it imports Megatron
-    warnings.filterwarnings("ignore")  # Megatron's and torch's, of devices that are not there
+    os.environ[SIMULATED_VARIABLE] = "1"  # in this process only, before it imports Megatron
+    warnings.filterwarnings("ignore")  # of Megatron and torch, about missing devices
     with imported_for_good():
         from parallel.simulation.process import simulated_rank
         from trainer.studies.simulation import simulate

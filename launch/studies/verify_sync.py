@@ -1,11 +1,11 @@
 """``tandem verify-sync``: proves that servers which received weights by transfer answer like servers that were
 started from those weights.
 
-    servers (one fleet per rollout TP)      hold the config's model A; asked                                                  (1)
+    servers (one fleet per rollout TP)      hold the config's model A; queried                                                (1)
     for each learner layout:                servers set back to A, which must then be as in (1)
         verify-rank, under torchrun         loads other weights (A with noise seeded by each tensor's name), exports them, sends them
-                                            the export is compared with those weights, tensor by tensor; the servers asked    (2)
-    servers again, started from an export   asked                                                                             (3)
+                                            the export is compared with those weights, tensor by tensor; the servers queried  (2)
+    servers again, started from an export   queried                                                                           (3)
 
 An answer has log-probs of fixed prompts, greedy continuations and SGLang's checksum of every tensor on every
 rank. (2) must equal (3) to the bit, for every layout and TP. (1) must differ from (3) in every tensor, otherwise
@@ -73,7 +73,7 @@ def make_plan(
     learners: Sequence[str], rollouts: Sequence[str], load: LoadWith, *, gpus: int
 ) -> tuple[dict[str, RunConfig], list[int]]:
     """(the checked config of every ``--learner`` layout, or of the config's own layout, by its name; the rollout
-    TPs). ``gpus``: the visible GPUs; 0 for the CPU.
+    TPs). ``gpus``: the number of visible GPUs; 0 for the CPU.
 
     Raises ValueError with the option; ConfigError with the error that a layout causes in the config.
     """
@@ -110,7 +110,7 @@ def rollout_sizes(texts: Sequence[str]) -> list[int]:
     for text in texts:
         name, _, size = text.partition("=")
         if name.strip() != "tp" or not size.strip().isdecimal() or int(size) < 1:
-            raise ValueError(f"--rollout {text}: write tp=N, N a whole number above 0")
+            raise ValueError(f"--rollout {text}: write tp=N with a whole number N above 0")
     return list(dict.fromkeys(int(text.partition("=")[2]) for text in texts))
 
 
@@ -178,7 +178,7 @@ def _fleets(
     first_gpu: int,
     replicas: int = 1,
 ) -> Iterator[dict[int, "SGLangControl"]]:
-    """Inside, there is a fleet of servers per TP, all at the same time and ready. On CUDA their GPUs follow the learner's, from
+    """Inside, one fleet of servers per TP is ready, all at the same time. On CUDA their GPUs follow the learner's, from
     ``first_gpu`` on."""
     from rollout.servers.control import SGLangControl
 
@@ -233,7 +233,7 @@ def _set_back(
         for checksums, answers in zip(control.checksums(), original[tp], strict=True):
             if checksums != answers.checksums:
                 wrong = _short_list(differing_tensors(checksums, answers.checksums))
-                error = f"servers of tp={tp}, set back to {base.model.path}, are not as at their start"
+                error = f"servers of tp={tp} were set back to {base.model.path}, but differ from their start"
                 raise RoleFailed(f"{error}: {wrong}")
 
 
@@ -246,7 +246,7 @@ def _transfer_from(
     servers = [{"tp": tp, "urls": c.urls, "key_file": str(c.key.file)} for tp, c in controls.items()]
     write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
-    # By a supervisor of its own: the servers go on when it has ended its roles.
+    # It has its own supervisor, so the servers continue after its roles have ended.
     sending = role("verify-rank", folder, config, ranks=ranks, show_stdout=True)
     run_to_end(sending, grace_s=config.launch.stop_grace_s)
     return folder
@@ -273,7 +273,7 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
 
 
 def _as_sent(export: Path, config: RunConfig) -> Path:
-    """The export, or a copy of it that is rounded to ``rollout.precision``, which the servers were sent."""
+    """The weights as the servers were sent them: the export, or a copy of it rounded to ``rollout.precision``."""
     import torch
 
     from parallel.weights.hf_files import HuggingFaceWeights, ShardWriter, finish_folder, hidden_folder
@@ -315,8 +315,8 @@ def _check_that_it_can_fail(
 ) -> None:
     """Check that the answers before any transfer differ from the reference in every tensor, and in some log-prob.
 
-    Later ranks may hold only padding of the vocabulary's rows, which is the same in any model, and may agree
-    there. What says which numbers of a position are rotated is no weight.
+    Two kinds of tensors may agree. Later ranks may hold only padding rows of the vocabulary, which are the same in
+    every model. ``axis_map`` says which numbers of a position are rotated, and is not a weight.
     """
     for tp, answers in original.items():
         for before in answers:

@@ -1,5 +1,5 @@
-"""The loader: what merges how, that a resolved config loads back equal, and what each kind of bad input is
-told."""
+"""The loader: how layers merge, that a resolved config loads back equal, and the error for each kind of bad
+input."""
 
 import ast
 import importlib

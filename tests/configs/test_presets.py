@@ -1,5 +1,5 @@
-"""Presets: what each stands for, how a name in a layer meets the layers below and above it, and what wrong
-names are told."""
+"""Presets: what each stands for, how a name in a layer merges with the layers below and above it, and the errors
+for wrong names."""
 
 from pathlib import Path
 

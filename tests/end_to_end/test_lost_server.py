@@ -1,6 +1,6 @@
 """A short soak: an asynchronous run of two-turn episodes with two servers loses one of them, then the sample role,
-then both servers. It goes on with what is left, or waits, and gets each back. It ends with the next server that it
-loses, when no restart is left."""
+then both servers. It continues with what is left, or waits, and gets each back. When no restart is left, the next lost
+server ends it."""
 
 import random
 import re

@@ -1,5 +1,5 @@
 """Every preset, objective, advantage, KL form and aggregation on the real engines: two steps each, on one
-start of them. The learner's ranks compute on a GPU that is none (``tests/support/pretend_gpu``), where there is a compiler for it.
+start of them. The learner's ranks compute on a pretended GPU (``tests/support/pretend_gpu``), if there is a compiler for it.
 
 One run of ``tests/support/variant_workers.py`` serves all tests. Oracles: its own recorded batches replayed in
 this process alone, with log-probs and gradients of Hugging Face's model, which shares neither engine, packing

@@ -1,4 +1,4 @@
-"""Every row has the same bits in every batch, and is what plain torch computes but for rounding."""
+"""Every row has the same bits in every batch, and equals plain torch's up to rounding."""
 
 import pytest
 import torch

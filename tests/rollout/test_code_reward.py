@@ -1,4 +1,4 @@
-"""Programs of responses in real processes: right and wrong ones, and ones that hang, hog, fork, hide and print for ever."""
+"""Programs of responses in real processes: right and wrong ones, and ones that hang, hog, fork, hide and print forever."""
 
 import asyncio
 import errno

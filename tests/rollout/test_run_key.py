@@ -1,4 +1,4 @@
-"""The key of a run, and a sample role that hears nobody who does not prove it."""
+"""The key of a run, and a sample role that ignores everybody who does not prove it."""
 
 import asyncio
 import contextlib

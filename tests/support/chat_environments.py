@@ -1,5 +1,5 @@
-"""Environments of messages, sound and broken, for tests. Python 3.9 and the standard library alone. Texts are numbers
-with blanks between them."""
+"""Environments of messages, sound and broken, for tests. They need only Python 3.9 and the standard library. Texts are
+numbers with blanks between them."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ def look(key: int) -> str:
 
 
 class Faulty:
-    """Two turns; the reward is the first number of the second one. Where the first turn begins with a multiple of
+    """Two turns; the reward is the first number of the second one. If the first turn begins with a multiple of
     three, ``fault`` happens in its step."""
 
     def __init__(self, fault="none", folder=None, tools=False):
@@ -178,7 +178,7 @@ class Echo:
 
 
 class Countdown:
-    """Of gym's form."""
+    """In gym's form."""
 
     def reset(self, text):
         self.left = 2

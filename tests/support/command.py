@@ -1,4 +1,4 @@
-"""The ``tandem`` command in this process: bad input and short answers cost no start-up for each case.
+"""The ``tandem`` command in this process, so that cases of bad input and short answers need no start-up each.
 ``tests.support.whole_runs`` runs commands that start processes or catch signals."""
 
 import contextlib

@@ -16,8 +16,7 @@ from tests.support.records import completion
 def fake_tokens(
     prompt_ids: Sequence[int], seed: int, *, max_new_tokens: int, vocab_size: int, stop: int
 ) -> list[int]:
-    """Tokens that are a function of prompt and seed alone; about one response in two ends early with
-    ``stop``."""
+    """Tokens that depend only on prompt and seed; about one response in two ends early with ``stop``."""
     digest = hashlib.sha256(repr((list(prompt_ids), seed)).encode()).digest()
     length = 1 + digest[0] % (2 * max_new_tokens)
     tokens = [digest[1 + i % 31] % vocab_size for i in range(min(length, max_new_tokens))]
@@ -37,8 +36,7 @@ def single_turns(tokenizer: Any, scorer: Any, *, max_new_tokens: int, stop: int 
 
 @dataclass
 class FakeEngine:
-    """A ``GenerationClient``. Groups finish in a scrambled order; failures can be asked for by prompt and
-    seed."""
+    """A ``GenerationClient``. Groups finish in a scrambled order; a test chooses failures by prompt and seed."""
 
     version: int = 0
     vocab_size: int = 20

@@ -1,5 +1,5 @@
-"""What the server of ``megatron_workers.forked_context`` imports. Its forks would copy every page of it at their first garbage
-collection, which looks at all that was imported: a quarter of a rank's CPU time."""
+"""The server of ``megatron_workers.forked_context`` imports this module. ``imported_for_good`` keeps all that is imported out
+of garbage collections. Otherwise the first collection of each fork would copy its pages: a quarter of a rank's CPU time."""
 
 from launch.processes.imports import imported_for_good
 

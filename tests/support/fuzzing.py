@@ -26,7 +26,7 @@ REQUESTS = (
     ("POST", "/flush_cache", b""),
     ("POST", "/configure_logging", b'{"dump_requests_folder": "/tmp/dumped", "dump_requests_threshold": 1}'),
 )
-"""What would end, stall, change or read a server."""
+"""Requests that would end, stall, change or read a server."""
 
 
 def payloads(rng: random.Random) -> Iterator[bytes]:
@@ -81,7 +81,7 @@ def ask_without_key(place: tuple[str, int]) -> set[int]:
 
 
 def tell_to_stop(address: str) -> bool:
-    """Whether a sample role answers a ZeroMQ client of nobody's, once without and once with keys of its own."""
+    """Whether a sample role answers a strange ZeroMQ client, once without keys and once with keys of its own."""
     answered = False
     for keys in (False, True):
         with zmq.Context() as context, context.socket(zmq.REQ) as channel:

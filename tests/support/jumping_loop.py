@@ -1,4 +1,4 @@
-"""An event loop whose time can be moved on, for tests of long deadlines."""
+"""An event loop whose time can be advanced, for tests of long deadlines."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -13,7 +13,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 async def jump(seconds: float) -> None:
-    """Returns after all that is due then has been done."""
+    """Advance the time. Returns after everything that is due then has run."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, JumpingLoop)
     loop.jumped_s += seconds

@@ -1,4 +1,4 @@
-"""One optimizer step in any layout, told by Hugging Face names, so that it can be compared with one process.
+"""One optimizer step in any layout, with results by Hugging Face names, to be compared with one process.
 Imported by spawned ranks.
 
 ``step_of`` and ``by_hf_names`` take any engine; ``work_layout`` runs several jobs of one layout in one set of
@@ -64,7 +64,7 @@ def by_hf_names(
     name, on every rank.
 
     A collective. A critic's head is ``value_head.weight``. The copy of a tied embedding on the last of
-    several stages is left out: see ``tied_copies``. Of an engine of adapters these are its A and B, as ``NAME A``.
+    several stages is left out: see ``tied_copies``. For an engine of adapters these are its A and B, as ``NAME A``.
     """
     trained = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
     tensors = {p: tensor_of(p).detach().clone() for p in trained}
@@ -81,7 +81,7 @@ def _in_place_of_parameters(
     engine: MegatronEngine | ValueEngine, tensors: Mapping[torch.nn.Parameter, Tensor]
 ) -> Iterator[None]:
     """Inside, the engine's modules have these tensors. The parameters stay as they are: ``p.data = tensor`` of another dtype
-    would part ``p`` for good from the hook that adds its gradients to ``p.main_grad``."""
+    would separate ``p`` for good from the hook that adds its gradients to ``p.main_grad``."""
     modules = [module for chunk in engine.chunks for module in chunk.modules()]
     places = [
         (module, name, p) for module in modules for name, p in module._parameters.items() if p in tensors
@@ -119,10 +119,10 @@ def _of_all_stages(engine: MegatronEngine | ValueEngine, mine: dict[str, Tensor]
 
 @contextmanager
 def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[str, Tensor]]:
-    """The gradients of the one update inside, summed over all ranks, by Hugging Face names. The update goes on as if nobody
-    had looked.
+    """The gradients of the one update inside, summed over all ranks, by Hugging Face names. The update itself does not
+    change.
 
-    A distributed optimizer leaves each rank but its shard of the sum; here all of it is summed everywhere.
+    A distributed optimizer leaves each rank only its shard of the sum; here all of it is summed everywhere.
     """
     found: dict[str, Tensor] = {}
     trained = engine._trained
@@ -148,7 +148,7 @@ def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[s
 
 
 def weights_by_hf_names(engine: MegatronEngine | ValueEngine) -> dict[str, Tensor]:
-    """Of an engine of adapters the adapters, and the merged weights."""
+    """For an engine of adapters: the adapters, and the merged weights."""
     weights = by_hf_names(engine, lambda p: p)
     if has_adapters(engine):
         weights |= _of_all_stages(engine, {name: tensor.clone() for name, tensor in export_hf(engine.chunks)})
@@ -169,7 +169,7 @@ def tied_copies(engine: MegatronEngine) -> dict[str, Tensor]:
 def policy_loss(
     batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor
 ) -> tuple[Tensor, tuple[float, Tensor]]:
-    """Of log-probs and entropy; its value and the log-probs are handed back."""
+    """A loss of log-probs and entropy, which also returns its value and the log-probs."""
     loss, found = weighted_loss(batch, logprobs_T, entropy_T)
     return loss, (found["loss"], found["logprobs_T"])
 
@@ -192,8 +192,8 @@ def with_experts(batch: PackedBatch, experts: Experts, *, seed: int = 0) -> Pack
 
 
 def chosen_by_sequence(engine: MegatronEngine, microbatches: list[PackedBatch]) -> dict[int, Tensor]:
-    """The experts that the engine's routers choose, and write down, [t, L, K] by the number of the sequence. Its
-    log-probs are those of a pass that writes nothing, to the last bit."""
+    """The experts that the engine's routers choose, as they record them, [t, L, K] by the number of the sequence. The
+    log-probs equal those of a pass that records nothing, to the last bit."""
     own = [replace(batch, experts_TLK=None, is_replayed_T=None) for batch in microbatches]
     recorded = engine.logprobs_and_experts(own, temperature=TEMPERATURE, dtype=torch.uint8)
     chosen: dict[int, Tensor] = {}
@@ -206,8 +206,8 @@ def chosen_by_sequence(engine: MegatronEngine, microbatches: list[PackedBatch]) 
 
 
 def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch]) -> dict[str, Any]:
-    """Scores, then one optimizer step of ``engine`` on this rank's micro-batches, and its gradients. Where experts are
-    given, the engine's own choice before the step too."""
+    """Scores, then one optimizer step of ``engine`` on this rank's micro-batches, and its gradients. If experts are given,
+    also the engine's own choice before the step."""
     chosen = {}
     if isinstance(engine, ValueEngine):
         scored = engine.values(microbatches)
@@ -247,8 +247,8 @@ def build(
 def microbatches_of(
     engine: MegatronEngine | ValueEngine, *, replays: bool = False, as_one_process: bool = False
 ) -> list[PackedBatch]:
-    """Their prompts are shared, but for one process, with which layouts are compared, and where experts are replayed: there
-    sequences are whole. ``as_one_process``: the same sequences in each as one process has."""
+    """Micro-batches with shared prompts. Sequences are whole in one process, with which layouts are compared, and if experts
+    are replayed. ``as_one_process``: each micro-batch has the same sequences as in one process."""
     make = make_value_batch if isinstance(engine, ValueEngine) else make_batch
     batch = make(LENGTHS, prompt_tokens=4)
     if engine.groups.world_size == 1 or replays:

@@ -120,8 +120,8 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
 def make_batch(
     lengths: list[int], *, seed: int = 0, vocab: int = VOCAB, prompt_tokens: int = 1
 ) -> PackedBatch:
-    """Random sequences of ``lengths`` tokens (one more than the places they take). Prompts of more than one token are
-    one prompt, which is shared; sequences without room for a response behind it have a prompt of one token."""
+    """Random sequences of ``lengths`` tokens (one more than the places they take). All prompts of more than one token are
+    the same shared prompt. A sequence without room for a response after it has a prompt of one token."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
     prompts = [prompt_tokens if n > prompt_tokens else 1 for n in lengths]
@@ -144,7 +144,7 @@ def make_engine(
     served: str | None = None, **optimizer,
 ) -> MegatronEngine:  # fmt: skip
     """pieces: of aligned numerics; None: default numerics. lora: fields of ``LoraConfig``, for an engine of adapters, whose
-    B is random in place of zero (a gradient of A needs it). served: the dtype of the servers' weights, if it is not
+    B is random instead of zero (a gradient of A needs it). served: the dtype of the servers' weights, if it is not
     ``dtype``."""
     platform.init_distributed(60.0)
     adapters = lora and Lora(
@@ -188,7 +188,7 @@ def randomise_b(engine: MegatronEngine, *, spread: float = 0.05) -> None:
 
 
 def weighted_loss(batch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
-    """Any loss with both gradients; its value and what it is of are handed back."""
+    """Some loss with both gradients, which also returns its value and its inputs."""
     loss = -(logprobs_T * batch.importance_weights_T).sum() - (entropy_T * batch.aggregation_T).sum()
     found = {"logprobs_T": logprobs_T.detach().clone(), "entropy_T": entropy_T.detach().clone()}
     return loss, {"loss": loss.item(), **found}
@@ -231,7 +231,7 @@ def make_value_batch(lengths: list[int], *, seed: int = 0, prompt_tokens: int = 
 
 
 def clipped_loss(batch: PackedBatch, values_T: torch.Tensor):
-    """The critic's loss; its values are handed back."""
+    """The critic's loss, which also returns its values."""
     return value_loss(batch, values_T, value_clip=0.5)[0], values_T.detach().clone()
 
 
@@ -246,7 +246,7 @@ def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
 
 def gradients_of(engine: MegatronEngine | ValueEngine) -> dict[str, torch.Tensor]:
-    """Of a plain (not distributed) optimizer: the summed gradients of the last update."""
+    """The summed gradients of the last update of a plain (not distributed) optimizer."""
     return {
         name: parameter.main_grad.detach().clone()
         for name, parameter in engine.chunks[0].named_parameters()
@@ -262,8 +262,8 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 
 
 def forked_context() -> ForkServerContext:
-    """Of processes that are forked from a server which has imported this module and done nothing else: a spawned one takes
-    six CPU seconds to import torch and Megatron."""
+    """The context of processes forked from a server that has only imported this module. A spawned process takes six CPU
+    seconds to import torch and Megatron."""
     multiprocessing.set_forkserver_preload(["tests.support.fork_server"])
     return multiprocessing.get_context("forkserver")
 
@@ -274,10 +274,10 @@ def run_ranks(
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails
     past the deadline.
 
-    They are of ``forked_context``. Their output is then the server's, which was started by the first test that needed it;
-    with ``own_output`` they are spawned, and write where this process does.
+    They come from ``forked_context``, so they write where its server does, which the first test that needed it started.
+    With ``own_output`` they are spawned, and write where this process does.
     """
-    # Not of those for outgoing connections, one of which could take it meanwhile.
+    # Not from the range of outgoing connections, one of which could take it meanwhile.
     port = choose_ports([0], None)[0].http
     folder.mkdir(parents=True, exist_ok=True)
     if not own_output:
@@ -301,7 +301,7 @@ def run_ranks(
 
 
 def run_forked(work, *arguments: Any, deadline_s: float = 300.0) -> int | None:
-    """``work(*arguments)`` in a fresh process that no group has, forked from the server of ``run_ranks``: its exit
+    """``work(*arguments)`` in a fresh process outside of any group, forked from the server of ``run_ranks``: its exit
     code. None past the deadline."""
     process = forked_context().Process(target=_forked_main, args=(dict(os.environ), work, arguments))
     process.start()

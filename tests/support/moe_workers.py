@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models, what transformers says of them, and their jobs in several processes.
+"""Tiny mixture-of-experts models, transformers' results for them, and their jobs in several processes.
 Imported by spawned ranks."""
 
 from itertools import pairwise
@@ -110,7 +110,7 @@ def assert_is_transformers(
     with torch.no_grad():
         found = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
     wanted, wanted_gradients = by_transformers(folder, batch, temperature, scratch)
-    assert wanted.std() > 0.1  # the model says something
+    assert wanted.std() > 0.1  # the logits are not all alike
     assert (found - wanted).abs().max() <= 1e-5
     minibatch = [batch.select([0, 1, 2]), batch.select([*range(3, len(lengths))])]
     engine.update(minibatch, weighted_loss, temperature=temperature)
@@ -177,7 +177,7 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
 
 
 def assert_same_choice(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
-    """Of each rank's sequences: the experts that one process chose, in every layer."""
+    """Every rank chose the experts that one process chose, in every layer of its sequences."""
     assert set().union(*(found["chosen"] for found in ranks)) == set(wanted["chosen"])
     for found in ranks:
         for sequence, ids_TLK in found["chosen"].items():

@@ -14,7 +14,7 @@ from tests.support.megatron_workers import make_batch, make_engine, weighted_los
 
 
 def work_offloaded_updates(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each case (dtype and optimizer), three updates that stay on the device and three with an offload
+    """For each case (dtype and optimizer), three updates that stay on the device and three with an offload
     before and after each."""
     return [
         {way: _updates(folder, case, offloads=way == "offloaded") for way in ("resident", "offloaded")}
@@ -75,7 +75,7 @@ def lasting_tensors(engine: MegatronEngine) -> list[Tensor]:
 
 
 def bytes_there(engine: MegatronEngine) -> int:
-    """Of every storage that the engine's tensors, and the optimizer's gradients, lie in."""
+    """Bytes of every storage that the engine's tensors and the optimizer's gradients lie in."""
     tensors = tensors_of(engine)
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -48,7 +48,7 @@ def send(
     carrier: str | None = None,
     precision: Precision | None = None,
 ) -> list[int]:
-    """The whole update as ``trainer.weight_sync`` makes it, up to ``resume``: the served versions.
+    """Send the whole update as ``trainer.weight_sync`` does, up to ``resume``. Returns the served versions.
 
     The sender's side is the product's; several buckets, and tensors by themselves. carrier: None for the product's
     choice. precision: a grid, to which matrices are packed."""

@@ -1,6 +1,6 @@
-"""pytest's compiled form of the tests, whose assertions it rewrites. Each of its workers would make all of it.
+"""Writes pytest's compiled form of the tests, whose assertions it rewrites. Otherwise each pytest worker would make all of it.
 
-python -m tests.support.rewritten     where PYTHONDONTWRITEBYTECODE is set too
+python -m tests.support.rewritten     also if PYTHONDONTWRITEBYTECODE is set
 """
 
 from itertools import chain

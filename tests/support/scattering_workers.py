@@ -1,4 +1,4 @@
-"""Ranks that scatter what they are told to. Imported by spawned ranks, so with little beside it."""
+"""Ranks that scatter what they are told to. Spawned ranks import this module, so it imports little."""
 
 from functools import partial
 from multiprocessing.connection import Connection
@@ -13,8 +13,8 @@ from trainer.ranks.totals import on_all_ranks
 
 
 def serve_rank(rank: int, world_size: int, store: str, end: Connection) -> None:
-    """(shares, copies) -> this rank's share, where ``copies`` neighbours have the same, once all have packed theirs; or the
-    message of the difference that ends the step on every rank."""
+    """Answers (shares, copies) with this rank's share, once all ranks have packed theirs; ``copies`` neighbours have the same
+    one. If turns differ, it answers with the message of the error that ends the step on every rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:

@@ -9,7 +9,7 @@ from rollout.servers.command import ServerSpec
 def server_spec(
     model_dir: Path, *, cuda: bool = False, seed: int = 0, routing: str = "own", **rollout
 ) -> ServerSpec:
-    """Of servers that no run owns: their requests prove nothing."""
+    """The spec of servers that no run owns: requests to them prove no key."""
     task = {"type": "countdown"}
     config = RunConfig(
         model={"path": model_dir}, task=task, rollout=rollout, seed=seed, learner={"routing": routing}

@@ -1,6 +1,6 @@
-"""Ranks that train, are interrupted and go on: learner, loop, checkpoints, tracker and the sample role's wire
-are the product's; the engine of the rollout is ``FakeEngine``, so that what is sampled depends on prompt,
-seed and weight version alone."""
+"""Ranks that train, are interrupted and continue. Learner, loop, checkpoints, tracker and the sample role's wire
+are the product's. The engine of the rollout is ``FakeEngine``, so samples depend only on prompt, seed and weight
+version."""
 
 import asyncio
 import contextlib
@@ -64,10 +64,10 @@ class Script:
     """sampling, evaluation, update or publish."""
     at: int = 0
     what: str = ""
-    """stop: a stop is asked for, and the sample role goes on for ever. fail: the rollout side fails. silent:
-    no answer at all. die: the learner's own error, on every rank."""
+    """stop: a stop is requested while the sample role waits forever. fail: the rollout side fails. silent: no
+    answer at all. die: the learner's own error, on every rank."""
     stop: str | None = None
-    """Why a stop was asked for, once it was."""
+    """The reason of the stop, once it is requested."""
     _times: dict[str, int] = field(default_factory=dict)
 
     def reached(self, where: str) -> str | None:
@@ -112,7 +112,7 @@ class ScriptedSampler(GroupSampler):
 
 
 class ScriptedSync:
-    """In the place of WeightSync: the version goes to the engine, nothing is sent."""
+    """Replaces WeightSync: the version goes to the engine, and nothing is sent."""
 
     def __init__(self, learner: Learner, engine: FakeEngine, script: Script):
         self._learner, self._engine, self._script = learner, engine, script
@@ -168,14 +168,14 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
         addresses.append(address)
         ready.set()
 
-    # A daemon: where a request hangs, the role ends with this process, as it does with its supervisor.
+    # A daemon: if a request hangs, the role ends with this process, as it does with its supervisor.
     threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce)), daemon=True).start()
     assert ready.wait(20)
     return RemoteSampler(addresses[0], timeout_s=15.0 if script.what == "silent" else 60.0)
 
 
 def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
-    """One life of the run in ``folder``, resumed where it holds a checkpoint: how it ended, and what it had
+    """One attempt of the run in ``folder``, resumed if it holds a checkpoint: how it ended, and what it had
     then."""
     learner, engine, run_folder = Learner(config), FakeEngine(), RunFolder(folder)
     if learner.is_first_rank:
@@ -218,7 +218,7 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
     except (*INTERRUPTIONS, ArithmeticError) as error:
         ended = f"{type(error).__name__}: {error}"
     if learner.is_first_rank:
-        remote.close()  # left to the garbage collector, its context may wait for ever for a socket that goes after it
+        remote.close()  # left to the garbage collector, its context may wait forever for a socket that is collected later
         run_folder._held.pop().close()  # the lock goes with the process, which here lives on
     dist.barrier()
     return {
@@ -234,7 +234,7 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
 
 
 class FakeServers:
-    """Of the control and of every stage's sender; ``fails`` is where."""
+    """The servers of the control and of every stage's sender. ``fails``: the place where they fail."""
 
     def __init__(self):
         self.urls, self.fails, self.version = ["server"], "", None
@@ -258,7 +258,7 @@ class FakeServers:
 
 
 class FakeSender:
-    """In the place of StageSender: takes every bucket and sends none."""
+    """Replaces StageSender: takes every bucket and sends none."""
 
     def __init__(self, servers: FakeServers, stage: int):
         self._servers, self._stage = servers, stage
@@ -307,9 +307,9 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
 def work_lives(
     model: Path, overrides: list[str], jobs: dict[str, tuple[Path, Script, list[str]]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Of each job (a folder, what goes wrong, further overrides): the life in which it does, and the one
-    after."""
-    # Seconds of imports in every rank; what goes there is tested in test_tracking.py.
+    """For each job (a folder, what goes wrong, further overrides): the attempt in which it goes wrong, and the
+    next one."""
+    # MLflow costs every rank seconds of imports; test_tracking.py tests what it gets.
     mlflow_thread.MlflowThread.run = lambda self: None
     found = {}
     for name, (folder, script, more) in jobs.items():

@@ -39,7 +39,7 @@ def work_round_trips(folder: Path, layouts: Sequence[str], out: Path) -> dict[st
 
 
 def work_failing_writers(folder: Path, layout: str, out: Path) -> list[str]:
-    """Saves in each of which another rank's disk is full; what was raised on this one."""
+    """Several saves, each with a full disk on another rank. Returns the errors on this rank."""
     ((_, engine),) = [next(engines(folder, [layout]))]
     engine.save_hf(out)
     save_file, said = hf_files.save_file, []

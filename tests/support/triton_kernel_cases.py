@@ -1,5 +1,5 @@
-"""The kernels of GPUs against the plain operations that they stand for: cases of ``test_triton_kernels.py``, which runs them in
-a process of their own."""
+"""The GPU kernels against the plain operations that they replace: cases of ``test_triton_kernels.py``, which runs them in a
+separate process."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_heads_rotate_to_the_bit(dtype, in_float32, heads, size, half):
     found = triton_kernels.rotated(moved, cos.to(DEVICE), sin.to(DEVICE), backward=False)
     back = triton_kernels.rotated(moved, cos.to(DEVICE), sin.to(DEVICE), backward=True)
     for mine, right in ((found, wanted), (back, rotated(x.to(table), cos, -sin).to(dtype))):
-        if HAS_GPU or dtype != torch.bfloat16:  # to which the interpreter does not round, but cuts
+        if HAS_GPU or dtype != torch.bfloat16:  # the interpreter cuts to bfloat16 instead of rounding
             assert torch.equal(mine.cpu(), right)
         else:
             assert_near(mine, right, dtype, roundings=3)

@@ -1,4 +1,4 @@
-"""A file that a network file system does not give, such as for a moment on NFS."""
+"""A file that cannot be read, such as for a moment on NFS."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
-    """Until ``monkeypatch.undo()``, ``file`` is listed, and its text and state end in the error ``number``."""
+    """Until ``monkeypatch.undo()``, ``file`` is listed, but reading it and its state raises the error ``number``."""
 
     def failing(ask: Callable[..., Any]) -> Callable[..., Any]:
         def fail_or_ask(path: Path, *given, **named):

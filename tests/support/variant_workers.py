@@ -3,9 +3,8 @@ that run it.
 
     python -m tests.support.variant_workers MODEL     like ``tandem train``, with this module in the learner's place (torchrun, --rank RUN)
 
-Each variant has a learner of its own, from the weights of the model, at the servers and the sample role that
-all of them share; step numbers and weight versions go on from one variant to the next, in one run folder with
-one tracker.
+Each variant has its own learner, which starts from the model's weights. All variants share the servers, the sample
+role, one run folder and one tracker. Step numbers and weight versions continue from one variant to the next.
 """
 
 import argparse
@@ -113,10 +112,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "some rejected, gspo": ("objective.type=gspo", SOME),
     "some rejected, bypass": ("correction=ppo_is_bypass", SOME, TWO),
     "some rejected, policy gradient": ("correction=pg_geo_rs_token_is", SOME, BY_SEQUENCE),
-    # Each after one that keeps something, since an alarm is told where it begins.
+    # Each comes after one that keeps something, because an alarm is printed when it begins.
     "nothing kept": (NOTHING,),
     "full recomputation of activations, decoupled_seq_is": ("learner.recompute=full", "correction=decoupled_seq_is"),
-    # Of adapters alone: the reference is the policy without them.
+    # Only adapters are trained: the reference is the policy without them.
     "KL in loss, adapters, merged": (KL, TWO, "learner.lora={rank: 4, alpha: 8}"),
     "adapters, factored": (TWO, "learner.lora={rank: 4, alpha: 8, forward: factored, targets: [qkv, fc2]}"),
     "nothing kept, two minibatches": (NOTHING, TWO),

@@ -1,5 +1,5 @@
-"""What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded
-batches. Engines are records of what they were asked; real ones are resumed in
+"""What a resumed run continues from: the critic beside the policy, the moved KL coefficient, its own recorded
+batches. Engines here only record their calls; real ones are resumed in
 tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
 """
 
@@ -356,7 +356,7 @@ def test_a_full_disk_ends_no_run_and_costs_no_checkpoint(tmp_path):
     save, run.engine.save = run.engine.save, Mock(side_effect=DiskFull("could not write step_000002"))
     problem = checkpointer.after_step(2, run, Data())
     assert problem.startswith(
-        "step 2: could not write step_000002; free space: the run goes on, and tries again"
+        "step 2: could not write step_000002; free space: the run continues, and tries again"
     )
     assert steps_kept(tmp_path) == [1]
     assert "step_000002; the model is written" in checkpointer.save_before_export(run, Data())
@@ -389,7 +389,7 @@ def test_a_full_disk_that_takes_the_checkpoint_but_not_best_json_ends_no_run(tmp
             lambda: checkpointer.after_owed_evaluation(run, {"eval/accuracy": 0.8}),
             lambda: checkpointer.after_step(7, run, Data()) or checkpointer.save_last(run),
         ):
-            assert f"could not write best.json: {os.strerror(number)}; free space: the run goes on" in act()
+            assert f"could not write best.json: {os.strerror(number)}; free space: the run continues" in act()
     assert steps_kept(tmp_path) == [2, 6, 7] and best_step(tmp_path) == 2
     assert checkpointer.after_step(9, run, Data()) is None
     assert steps_kept(tmp_path) == [6, 9] and best_step(tmp_path) == 6

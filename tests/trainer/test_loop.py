@@ -1,4 +1,4 @@
-"""What the step hands to its parts, and when. The parts are stand-ins that take down their calls; interrupted runs with the
+"""What the step hands to its parts, and when. The parts are stand-ins that record their calls; interrupted runs with the
 real ones are in tests/launch/processes/test_stop.py, numbers of real steps in tests/end_to_end."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """The trial of a user's objective, advantage and weight: what keeps to its contract passes, and each way to break it is
-one error that says where, what and how to mend it."""
+one error that says where, what and how to fix it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a sender of weights makes of failures: whose they are, and that the next try can begin."""
+"""How a sender of weights handles failures: whose they are, and that the next try can begin."""
 
 import threading
 from contextlib import contextmanager

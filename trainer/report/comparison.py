@@ -1,5 +1,5 @@
-"""Several runs side by side: a line per run in each panel, a table of results, and one of the settings in which they
-differ. The report of a run shows them with ``--against``, and ``tandem compare`` on a page of their own."""
+"""Several runs side by side: a line per run in each panel, a table of results, and a table of the settings that differ.
+``tandem report --against`` adds them to a run's report; ``tandem compare`` gives them a page of their own."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Compared runs"
-ABOUT = "The same metric of every run, a line per run. They differ in the settings of the table."
+ABOUT = "The same metric of every run, a line per run. The runs differ in the settings of the table."
 OF_A_FOLDER = ("name", "launch.runs_dir", "resume")
 """Settings of a run's folder, in which any two runs differ."""
 PANELS = tuple(
@@ -38,7 +38,7 @@ PANELS = tuple(
     )
 )
 LAST_STEPS = 10
-"""Steps at the end of a run whose mean stands in the table of results."""
+"""Steps at the end of a run whose mean is in the table of results."""
 ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
 MEANS = (
     ("reward", known("reward/before_selection"), ".3f"),
@@ -53,15 +53,13 @@ RESULTS_ABOUT = (
     "probability between the two engines, in the whole run."
 )
 SETTINGS_TITLE = "Settings in which the compared runs differ"
-SETTINGS_ABOUT = (
-    "Every other setting is the same in all of them; a dash stands where a run has no such field."
-)
+SETTINGS_ABOUT = "Every other setting is the same in all runs. A dash: the run has no such field."
 Table = list[list[str]]
 """Rows of cells, the titles of the columns first."""
 
 
 def draw(runs: Mapping[str, Recorded], config: RunConfig) -> "tuple[Figure | None, Iterator[Figure]]":
-    """The whole picture, None where nothing can be drawn, and each of its panels alone. ``runs`` are by label.
+    """(the whole picture, None if nothing can be drawn; each of its panels alone). ``runs`` are by label.
 
     With more than ``FEW_RUNS`` runs the panels share one legend, which comes first among the panels.
     """
@@ -90,7 +88,7 @@ def draw(runs: Mapping[str, Recorded], config: RunConfig) -> "tuple[Figure | Non
 
 
 def _lines_of(panel: Lines, runs: Mapping[str, Recorded]) -> list[tuple[str, Series]]:
-    """(label of the run, its series) of the panel's metric; none where there is nothing but rounding."""
+    """(label of the run, its series) of the panel's metric; empty if no run has more than rounding."""
     (metric,) = panel.metrics
     lines = [(label, series) for label, recorded in runs.items() if len(series := _series(recorded, metric))]
     is_rounding = all(abs(value) < panel.noise for _, series in lines for value in series.values)
@@ -140,8 +138,8 @@ def _results_of(recorded: Recorded, config: RunConfig) -> list[str]:
 
 
 def settings_table(labels: Sequence[str], configs: Sequence[RunConfig]) -> Table:
-    """The settings in which the runs differ. Fields go down, or the runs where these are more. Empty where they differ in
-    none."""
+    """The settings in which the runs differ. A row per field, or per run if there are more runs than fields. Empty if the
+    runs differ in no setting."""
     if not (differing := differing_settings(configs)):
         return []
     fields = [["field", *labels], *([field, *values] for field, values in differing)]
@@ -152,7 +150,7 @@ def settings_table(labels: Sequence[str], configs: Sequence[RunConfig]) -> Table
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> list[tuple[str, list[str]]]:
-    """(field, its value in each run, "-" where a run has no such field) of the fields in which the runs differ."""
+    """(field, its value in each run, "-" if a run has no such field) of the fields in which the runs differ."""
     settings = [flatten(config.model_dump(mode="json")) for config in configs]
     fields = dict.fromkeys(field for values in settings for field in values if field not in OF_A_FOLDER)
     rows = [(field, [values.get(field, "-") for values in settings]) for field in fields]

@@ -34,13 +34,13 @@ ALONE = (4.8, 3.5)
 LEGEND = {"loc": "lower left", "frameon": False, "fontsize": 8}
 """Above the axes, with ``bbox_to_anchor``."""
 MOST_BARS = 500
-"""Of a stack: more would be narrower than a pixel, and a page would grow with the run."""
+"""Most bars of a stack. More would be narrower than a pixel, and a page would grow with the run."""
 FEW_RUNS = 6
-"""Most runs whose panels have a legend each, every step as a pale line, and accuracies in figures."""
+"""Up to so many runs, each panel has a legend, every step as a pale line, and accuracies as numbers."""
 FEWEST_SMOOTHED = 12
 _LAST_STEPS = 10
 _LINEAR_BELOW = 1e-3
-"""Bound of the linear part of a log scale with values that are not positive: metrics of the gap are noise below it."""
+"""A log scale with values that are not positive is linear below this, where metrics of the gap are noise."""
 
 
 def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | None":
@@ -56,7 +56,7 @@ def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | N
 
 
 def draw_alone(picture: Picture, recorded: Recorded, config: RunConfig) -> "Iterator[Figure]":
-    """Each panel as a figure of its own, for a page to lay out by the width of its screen."""
+    """Each panel as its own figure, so that a page can arrange them by the width of the screen."""
     for panel in picture.panels:
         if is_drawn(panel, recorded):
             figure, (axes,) = new_figure(1, "", size=ALONE)
@@ -94,8 +94,8 @@ def _note_smoothing(figure: "Figure", panels: Sequence[Panel], recorded: Recorde
 def new_figure(
     num_panels: int, title: str, *, size: tuple[float, float] | None = None
 ) -> "tuple[Figure, Sequence[Axes]]":
-    """``size``: inches; None: for all panels in rows. An empty ``title`` is for a page that shows it itself.
-    ``page.save`` lays it out."""
+    """``size``: inches; None: enough for all panels in rows. ``title``: empty if the page shows it itself.
+    ``page.save`` does the layout."""
     # Slow to import. Figure itself draws with Agg, without a display or global state.
     from matplotlib.figure import Figure
 
@@ -125,7 +125,8 @@ def draw_stack(
 ) -> None:
     """Stack the parts of each step, one step wide, with gaps for missing steps. ``parts`` have a value per step.
 
-    Of more than ``MOST_BARS`` steps each bar is the mean of some, which keeps sums and shares, and says of how many.
+    With more than ``MOST_BARS`` steps, each bar is the mean of several, which keeps sums and shares. The axis label says
+    of how many.
     """
     count = steps[-1] - steps[0] + 1
     width = math.ceil(count / MOST_BARS)
@@ -152,8 +153,8 @@ def draw_stack(
 
 
 def shown(label: str) -> str:
-    """The label for matplotlib to show letter by letter, whatever it is: a ``$`` would begin a formula, and a ``_`` at the
-    beginning would keep it out of legends, so that a space without width goes before it."""
+    """The label in a form that matplotlib shows letter by letter. A ``$`` would begin a formula. A ``_`` at the beginning
+    would keep the label out of legends, so a space without width precedes it."""
     label = label.replace("$", r"\$")
     return f"\u200b{label}" if label.startswith("_") else label
 
@@ -172,8 +173,8 @@ def draw_lines(
 ) -> None:
     """Draw the series of ``drawn``, each with its label, as ``panel`` says.
 
-    runs: where the labels are of runs, those of all that are compared. A run then has its style in every panel, and
-    many runs leave the legend to ``draw_legend``.
+    runs: the labels of all compared runs, if the lines are of runs. A run then has the same style in every panel, and
+    with many runs ``draw_legend`` draws the legend.
     """
     drawn = [(label, within_scales(series)) for label, series in drawn]
     labels, is_crowded = runs or [label for label, _ in drawn], len(runs) > FEW_RUNS
@@ -206,8 +207,8 @@ def draw_lines(
 
 
 def line_style(place: int, count: int) -> dict[str, Any]:
-    """Colour and dashes of the line at ``place`` among ``count``: 28 differ in one or both; of more, the colours go along
-    a scale."""
+    """Colour and dashes of the line at ``place`` among ``count``. Up to 28 lines differ in one or both. With more, the
+    colours follow a scale."""
     from matplotlib import colormaps
 
     dashes = _DASHES[place % len(_DASHES)]
@@ -217,8 +218,8 @@ def line_style(place: int, count: int) -> dict[str, Any]:
 
 
 def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool = False) -> None:
-    """The legend of all runs, for panels without one: in the middle of an empty figure, or under its panels, for which
-    the figure grows."""
+    """The legend of all runs, for panels without one: in the middle of an empty figure, or under the figure's panels, for
+    which the figure grows."""
     from matplotlib.lines import Line2D
 
     handles = [
@@ -265,7 +266,8 @@ def _draw_series(
 
 
 def _draw_with_points(axes: "Axes", steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
-    """Mark the values between two gaps, through which no line goes: all of a metric of every other step."""
+    """Draw the line, and mark each value between two gaps, which no line reaches. A metric of every other step has only
+    such values."""
     steps, values = thinned(steps, values)
     around = [math.nan, *values, math.nan]
     lonely = [
@@ -288,7 +290,7 @@ def _set_scale(axes: "Axes", panel: Lines, values: Sequence[float]) -> None:
 
 def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values: Sequence[float]) -> None:
     low, high = bounds
-    # In full: matplotlib would put a common power above the axes, into the legend.
+    # Numbers in full: matplotlib would put a common power above the axes, into the legend.
     axes.yaxis.set_major_formatter("{x:.10g}")
     spread = max(values) - min(values)
     is_flat = spread <= 1e-9 * max(abs(max(values)), 1e-300)

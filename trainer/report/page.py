@@ -1,8 +1,8 @@
 """``report.html`` and its figures, from metrics.jsonl, config.yaml and, if there are any, samples and summary.json
 of a run.
 
-The page needs neither network nor scripts. Its notes name metrics that were not recorded, or never changed;
-they are not drawn. ``drawing.py`` draws the pictures of ``pictures.py``.
+The page needs neither network nor scripts. Metrics that were not recorded or never changed are not drawn; the
+page's notes name them. ``drawing.py`` draws the pictures of ``pictures.py``.
 """
 
 import base64
@@ -80,19 +80,19 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the page of a comparison shows as tables, the titles of their columns first."""
+    """The tables of a comparison's page. The first row of each has the titles of the columns."""
 
     results: comparison.Table
     settings: comparison.Table
-    """Empty where the runs differ in no setting."""
+    """Empty if the runs differ in no setting."""
     left_out: list[str]
     """A line for each run that has recorded no step yet."""
 
 
 def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
-    """Write one page with the runs of these folders over each other, finished or not.
+    """Write one page that compares the runs of these folders, finished or not.
 
-    Raises ValueError with every folder that is not of a training run, and where no run has recorded a step.
+    Raises ValueError with every folder that is not of a training run, and if no run has recorded a step.
     """
     runs, problems, left_out = list[RecordedRun](), list[str](), list[str]()
     for folder in run_dirs:
@@ -109,7 +109,7 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
         raise ValueError("\n  ".join(problems))
     if not runs:
         raise ValueError(
-            f"none of the {len(run_dirs)} runs has recorded a step yet; wait for one, or name others"
+            f"none of the {len(run_dirs)} runs has recorded a step yet; wait, or name other runs"
         )
     labelled = _labelled(runs)
     results = comparison.results_table({label: (run.recorded, run.config) for label, run in labelled.items()})
@@ -142,7 +142,7 @@ def _draw_all(
         panels = draw_alone(picture, run.recorded, run.config)
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
     about = (
-        "Seconds of each part of a step, stacked; other: what they leave of the whole step. The evaluation comes after the step, and the "
+        "Seconds of each part of a step, stacked; other: the rest of the whole step. The evaluation comes after the step, and the "
         "checkpoint is that of the step before."
     )
     title = "Where the time of a step goes"
@@ -174,11 +174,11 @@ def shown(title: str, about: str, figures: "Iterable[Figure]") -> dict[str, Any]
 
 
 def save(figure: "Figure", file: Path | io.StringIO, **options: Any) -> None:
-    """With room for its texts. A figure with a layout of its own would be drawn twice, the first time for the layout
-    alone."""
+    """Save the figure with room for its texts. With matplotlib's own layout it would be drawn twice, the first time only
+    for the layout."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    if figure.axes:  # a legend alone has nothing to lay out, of which matplotlib would warn
+    if figure.axes:  # a legend alone has nothing to lay out, and matplotlib would warn
         ConstrainedLayoutEngine(wspace=0.04, hspace=0.06).execute(figure)
     figure.savefig(file, **options)
 
@@ -220,7 +220,7 @@ def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
 
 
 def render(template: str, **content: object) -> str:
-    """A page by a template of this folder."""
+    """A page from a template of this folder."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -235,7 +235,7 @@ def render(template: str, **content: object) -> str:
 def _sections(
     results: comparison.Table | None, settings: comparison.Table
 ) -> list[tuple[str, str, comparison.Table]]:
-    """(title, about, rows) of the tables that there are."""
+    """(title, about, rows) of the tables that are not empty."""
     sections = [
         (comparison.RESULTS_TITLE, comparison.RESULTS_ABOUT, results),
         (comparison.SETTINGS_TITLE, comparison.SETTINGS_ABOUT, settings),

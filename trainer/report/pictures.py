@@ -1,7 +1,7 @@
 """The report's pictures and their panels, as data. ``drawing.py`` draws them.
 
-A name with a star stands for all recorded metrics of that entry of the table; a star in the label becomes their part of
-the name. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
+A name with a star stands for all recorded metrics of that entry of the table. A star in the label becomes the part of
+the name that the star stands for. ``1 - NAME`` is 1 minus the metric. Lines, panels and pictures without a recorded
 metric are left out.
 """
 
@@ -32,15 +32,15 @@ class Lines:
     alarm: str | None = None
     """Draw the level of this alarm if it is in view."""
     alarm_of: str | None = None
-    """Label of the line that the alarm judges, where the panel has others."""
+    """Label of the line that the alarm judges, if the panel has others."""
     idle: float | None = None
     """The panel is left out if all values are this: nothing happened, and a note says so."""
     idle_of: Mapping[str, float] = field(default_factory=dict)
-    """By name, the value in place of ``idle`` at which this metric rests."""
+    """By the metric's name, its own value of ``idle``."""
     may_lack: tuple[str, ...] = ()
-    """Metrics that not every run has, so that their absence gets no note."""
+    """Metrics that not every run has, so their absence gets no note."""
     noise: float = 0.0
-    """The panel is also left out if all values are nearer than this to ``idle`` (or to 0), which is rounding."""
+    """The panel is also left out if all values are nearer than this to ``idle`` (or to 0): that is rounding."""
 
     @property
     def unit(self) -> str:
@@ -73,7 +73,7 @@ class Buckets:
     axis: str
     """The quantity of the buckets, and its unit."""
     noise: float = 0.0
-    """The panel is left out if no maximum comes up to this."""
+    """The panel is left out if no maximum reaches this."""
 
     @property
     def unit(self) -> str:
@@ -110,8 +110,8 @@ PICTURES = (
         name="reward",
         title="Reward and held-out accuracy",
         about="Mean reward of the responses that each step trains on, and the importance-weighted estimate of the learner's own reward. "
-        "Where they part, the first one misleads. With dynamic sampling both are of selected groups, and the "
-        "mean before selection is the policy's own. Accuracy is on problems that are never trained on.",
+        "If they differ, the first one misleads. With dynamic sampling both cover only selected groups; the mean "
+        "before selection is the policy's own. Accuracy is on problems that are never trained on.",
         panels=(
             Lines(
                 "Reward",
@@ -134,7 +134,7 @@ PICTURES = (
         name="reward_parts",
         title="Parts of the reward, and groups",
         about="Means of the parts of the reward, over the responses that have them; groups whose siblings all score the same, which carry "
-        "no signal; and the groups that dynamic sampling sampled anew.",
+        "no signal; and the groups that dynamic sampling sampled again.",
         panels=(
             Lines("Parts of the reward", {"reward/part/*": "*"}),
             Lines(
@@ -149,7 +149,7 @@ PICTURES = (
             Lines(
                 "Dynamic sampling",
                 {
-                    "sampling/resampled_groups": "sampled anew",
+                    "sampling/resampled_groups": "sampled again",
                     "sampling/filled_groups": "filled without signal",
                 },
                 bounds=(0, None),
@@ -161,8 +161,8 @@ PICTURES = (
     Picture(
         name="mismatch",
         title="Mismatch of the two engines",
-        about="Δp = |p_rollout - p_learner| of a sampled token: the distance of SGLang and learner on the same token. The mean hardly "
-        "moves with layouts and response length, the greatest one of a response does.",
+        about="Δp = |p_rollout - p_learner| of a sampled token: the distance of SGLang and learner on the same token. Layouts and "
+        "response length hardly change the mean Δp, but they change the greatest Δp of a response.",
         panels=(
             Lines(
                 "Δp of responses",
@@ -203,9 +203,9 @@ PICTURES = (
     Picture(
         name="routing",
         title="Replayed experts",
-        about="Where the learner replays experts, the servers' (learner.routing=rollout) or those of its pass before the update (old): "
-        "response tokens whose experts it would not choose itself, and tokens that keep its own choice, because the server computed "
-        "their prompt again.",
+        about="The learner replays experts: the servers' (learner.routing=rollout) or those of its pass before the update (old). The "
+        "panels have the response tokens whose experts it would not choose itself, and the tokens that keep its own choice, because "
+        "the server computed their prompt again.",
         panels=(
             Lines(
                 "Experts that differ", {"mismatch/experts_differ": "of tokens and layers"}, bounds=(0, None)
@@ -342,7 +342,7 @@ PICTURES = (
     Picture(
         name="reference",
         title="KL to the reference policy",
-        about="KL(current || ref), and where the reward holds the KL term, the estimate of KL(old || ref) there and its coefficient.",
+        about="KL(current || ref). If the KL term is in the reward: the estimate of KL(old || ref) there, and its coefficient.",
         panels=(
             Lines(
                 "KL", {"policy/ref_kl": "current to ref", "policy/kl_in_reward": "old to ref, in the reward"}

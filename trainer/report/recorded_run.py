@@ -35,7 +35,7 @@ class AlarmHistory:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What a run's folder tells about it."""
+    """The records of a run's folder."""
 
     folder: Path
     config: RunConfig
@@ -59,7 +59,7 @@ class RecordedRun:
 def read_run(run_dir: Path, config: RunConfig | None, *, may_lack_metrics: bool = False) -> RecordedRun:
     """The run in this folder, with its config if that is known.
 
-    may_lack_metrics: whether a run that has recorded no step is one. Raises ValueError if the folder is not that of a
+    may_lack_metrics: accept a run that has recorded no step yet. Raises ValueError if the folder is not that of a
     training run.
     """
     if not run_dir.is_dir():
@@ -100,7 +100,7 @@ def _read_summary(run: RecordedRun) -> dict[str, Any]:
     done = summary.get("steps")
     if isinstance(done, int) and done < max(run.config.steps, *run.steps, 0):
         run.notes.append(
-            f"summary.json is of step {done}, before the run went on: it is not finished, or was stopped. "
+            f"summary.json is of step {done}, before the run continued: it is not finished, or was stopped. "
             "Figures show what was recorded until now."
         )
         return {}
@@ -108,7 +108,7 @@ def _read_summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
-    """The series of each metric; of two values of one step the later counts."""
+    """The series of each metric. If a step has two values, the later one counts."""
     by_metric: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -143,7 +143,7 @@ def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> 
 
 
 def note_the_data(run: RecordedRun) -> None:
-    """Add to the notes what the data lacks: steps, metrics, and those that never change."""
+    """Add notes on missing steps, missing metrics, and metrics that never change."""
     if not run.steps:
         run.notes.append("No step has been recorded yet.")
         return
@@ -166,14 +166,14 @@ def note_the_data(run: RecordedRun) -> None:
         elif edges:
             same.append(f"{panel.prefix} is 1 in the first bin ({edges[0]})")
     if rounding:
-        near = "Nothing but rounding, around where the quantity rests"
+        near = "Nothing but rounding around the value at rest"
         run.at_rest.append(f"{near}, so not drawn: {', '.join(rounding)}.")
     if same:
         run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(same)}.")
 
 
 def _rests(config: RunConfig, metric: str, series: Series, where: str = "") -> str:
-    """What a series that never changes is, and why if that is known."""
+    """The value of a series that never changes, with the reason if it is known."""
     value = series.values[0]
     means = FLAT_MEANS | (FLAT_MEANS_OF_ONE_MINIBATCH if config.learner.minibatches == 1 else {})
     why = means.get((metric, value))
@@ -191,14 +191,14 @@ def _missing_records(run: RecordedRun) -> Iterator[str]:
     required = [panel for picture in PICTURES if not picture.optional for panel in picture.panels]
     lines = [panel for panel in required if isinstance(panel, Lines)]
     expected = [name for panel in lines for name in panel.metrics if name not in panel.may_lack]
-    # Of names with a star there are as many as there are, perhaps none.
+    # A name with a star may stand for no metric at all.
     absent = [name.removeprefix("1 - ") for name in expected if "*" not in name and not run.get(name)]
     if absent:
         yield f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}."
 
 
 def _metrics_of_lines(run: RecordedRun) -> dict[str, bool]:
-    """Of each recorded metric of a panel of lines whether it is drawn."""
+    """For each recorded metric of the ``Lines`` panels, whether it is drawn."""
     shown = dict[str, bool]()
     for panel in _panels():
         if isinstance(panel, Lines):

@@ -1,7 +1,7 @@
 """The page's samples: those of the first and of the last recorded step, as text by turns, token by token.
 
-The page has at most 2 groups of each step, 4 siblings of each group, and 400 tokens of a prompt and of what follows
-it; the middle of a longer one is left out. This keeps it under 2 MB. ``tandem samples`` shows everything.
+The page has at most 2 groups of each step, 4 siblings of each group, and 400 tokens of a prompt and of the tokens after
+it. The middle of a longer text is left out. This keeps the page under 2 MB. ``tandem samples`` shows everything.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from trainer.tracking.transcripts import (
 
 MOST_GROUPS, MOST_SIBLINGS = 2, 4
 HEAD, TAIL = 250, 150
-"""Pieces that are shown of the beginning and of the end of a longer sample."""
+"""Pieces that are shown at the beginning and at the end of a longer sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ Shown = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSamples:
-    """The section; without steps it is left out."""
+    """The page's section of samples. It is left out if it has no steps."""
 
     steps: list[Shown]
     notes: list[str]
@@ -54,7 +54,7 @@ class ShownSamples:
 
 
 def shown_samples(run_dir: Path, model_path: Path) -> ShownSamples:
-    """The samples of a run's folder. A file that cannot be read is a note, and so is a tokenizer that is gone."""
+    """The samples of a run's folder. A file that cannot be read becomes a note, and so does a missing tokenizer."""
     recorded = sampled_steps(run_dir / FOLDER)
     steps, notes = [], []
     decode, problem = find_decode(model_path, run_dir) if recorded else (None, None)

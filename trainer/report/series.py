@@ -1,5 +1,5 @@
-"""The metrics that a run has recorded, as series over its steps: which panels of ``pictures.py`` they fill, and smooth and
-thin enough to be drawn. ``drawing.py`` draws them."""
+"""A run's recorded metrics as series over its steps. Finds the panels of ``pictures.py`` that have something to show, and
+smooths and thins series for ``drawing.py``, which draws them."""
 
 import math
 import re
@@ -12,10 +12,10 @@ from trainer.metric_names import find_entry
 from trainer.report.pictures import MAX, Buckets, Lines, Panel, Shares
 
 MOST_POINTS = 2000
-"""Of a line: more would be narrower than a pixel, and a page would grow with the run."""
+"""Most points of a line. More would be narrower than a pixel, and a page would grow with the run."""
 
 MOST_DRAWN = 1e100
-"""Values beyond are drawn as this one: the arithmetic of matplotlib's scales overflows before floats end."""
+"""Greater values are drawn as this one, because the arithmetic of matplotlib's scales overflows before floats do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Recorded:
         return series if base == metric else Series(series.steps, [1 - value for value in series.values])
 
     def labelled(self, metrics: Mapping[str, str]) -> dict[str, str]:
-        """The recorded ones of these metrics, name to label. A star stands for all names that have its entry in the table of
+        """Those of the metrics that were recorded, name to label. A star stands for all names of its entry in the table of
         metrics."""
         labels = {}
         for name, label in metrics.items():
@@ -106,8 +106,8 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 def _window_sums(values: Sequence[float], width: int) -> list[float]:
     """Sum of the ``width`` (odd) values around each, those past the ends taken as 0, in linear time.
 
-    A window is the end of a block of ``width`` values and the begin of the next. The sums from and to the ends of blocks
-    are only added: a difference of running sums would lose small values after a large one.
+    A window is the end of one block of ``width`` values and the beginning of the next, so two sums inside blocks are
+    added. A difference of running sums would lose small values after a large one.
     """
     beyond = [0.0] * (width // 2)
     padded = [*beyond, *values, *beyond]
@@ -120,8 +120,8 @@ def _window_sums(values: Sequence[float], width: int) -> list[float]:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most about ``MOST_POINTS`` points that look like all: the first, the last, the least and the greatest of each of
-    as many stretches as a panel has pixels. A stretch without a value keeps its gap."""
+    """At most about ``MOST_POINTS`` points that look like all of them: the first and the last, and the least and the greatest
+    of each of ``MOST_POINTS / 2`` stretches. A stretch without a value keeps its gap."""
     if len(values) <= MOST_POINTS:
         return [*steps], [*values]
     width, kept = math.ceil(2 * len(values) / MOST_POINTS), {0, len(values) - 1}
@@ -134,7 +134,7 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
 
 
 def within_scales(series: Series) -> Series:
-    """With values of at most ``MOST_DRAWN`` in size."""
+    """The series with values of at most ``MOST_DRAWN`` in size."""
     return Series(series.steps, [min(max(value, -MOST_DRAWN), MOST_DRAWN) for value in series.values])
 
 

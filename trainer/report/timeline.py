@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 TITLE = "One step on one clock"
 ABOUT = (
-    "The last traced step: the parts of each learner rank, from its own begin to its end, and over them how many requests and rewards of "
-    "the sample role are under way. `tandem trace RUN` has all spans."
+    "The last traced step: the parts of each learner rank, from its own beginning to its end, and below them how many requests and "
+    "rewards of the sample role are under way. `tandem trace RUN` has all spans."
 )
 MOST_RANKS = 8
 LEAST_SHARE = 0.01
-"""Of the step: a part that takes less is grey."""
+"""Share of the step. A part that takes less is grey."""
 GREY = "#bdbdbd"
 
 
 def last_step(run: Path) -> Trace | None:
-    """Of the run's trace; None where no whole step was traced. Raises ValueError where it cannot be read."""
+    """The last whole step of the run's trace; None if there is none. Raises ValueError if the trace cannot be read."""
     trace = read_trace(run)
     return trace.last(1) if trace.steps else None
 
@@ -51,7 +51,7 @@ def draw_timeline(trace: Trace, title: str, *, width: float) -> "Figure":
     axes.invert_yaxis()
     axes.set_xlim(0, (end - begin) / 1e9)
     axes.xaxis.set_major_locator(AutoLocator())
-    axes.set_xlabel(f"seconds from the begin of step {step}")
+    axes.set_xlabel(f"seconds since the start of step {step}")
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     axes.legend(unique.values(), unique.keys(), bbox_to_anchor=(0, 1), ncols=4, **LEGEND)
@@ -68,7 +68,7 @@ def _own_parts(process: Process) -> list[Recorded]:
 
 
 def _colors(ranks: Sequence[Process], whole: int) -> dict[str, str]:
-    """By name: of the parts that take longest, on some rank, in the order of the step."""
+    """The colour of each part, by its name, of those that take longest on some rank, in the order of the step."""
     longest: dict[str, int] = {}
     for part in (part for process in ranks for part in _own_parts(process)):
         longest[part.name] = max(longest.get(part.name, 0), part.end - part.begin)
@@ -78,7 +78,7 @@ def _colors(ranks: Sequence[Process], whole: int) -> dict[str, str]:
 
 
 def _under_way(processes: Sequence[Process]) -> Iterator[tuple[str, list[Recorded]]]:
-    """(label, outermost spans) of each family of the processes that are no ranks."""
+    """(label, outermost spans) of each family of rows besides a process's main row."""
     for process in processes:
         families: dict[str, dict[str, list[Recorded]]] = {}
         for span in process.spans:
@@ -92,7 +92,7 @@ def _under_way(processes: Sequence[Process]) -> Iterator[tuple[str, list[Recorde
 
 
 def _draw_count(axes: "Axes", place: int, spans: Sequence[Recorded], begin: int, end: int) -> None:
-    """The number of open spans over time, as high as the row where it is greatest."""
+    """Draw the number of open spans over time. Its maximum is as high as the row."""
     changes = sorted([(max(s.begin, begin), 1) for s in spans] + [(min(s.end, end), -1) for s in spans])
     times, counts, now = [0.0], [0], 0
     for at, change in changes:

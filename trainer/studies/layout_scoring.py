@@ -3,7 +3,7 @@
 
 R responses, N their tokens end to end. All ranks call every function, in the same order.
 
-A switch changes one thing in how the same weights score the same tokens. Another layout is no switch: it needs
+A switch changes one thing in how the same weights score the same tokens. Another layout is not a switch: it needs
 another start of the ranks.
 """
 
@@ -24,7 +24,7 @@ from trainer.batch.plan import pack_prompted, plan_batches
 from trainer.studies.layout_statistics import Sampled
 
 MICROBATCHES_PER_CALL = 8
-"""Times the pipeline's stages; progress is reported after each call."""
+"""A call takes so many micro-batches for each pipeline stage. Progress is reported after each call."""
 
 Report = Callable[[str], None]
 Bins = list[list[int]]
@@ -54,7 +54,7 @@ class Scorer:
         self.temperature = config.rollout.temperature
 
     def of(self, model: ModelConfig) -> "Scorer":
-        """The same with another model."""
+        """A scorer with another model."""
         return Scorer(self.config, self._report, model)
 
     def packed(self, sampled: Sampled) -> Bins:
@@ -81,7 +81,7 @@ class Scorer:
     ) -> Tensor | None:
         """float32 log-probs of the N response tokens on rank 0, None elsewhere.
 
-        replays: whether tokens go to the server's experts, where they are known; None: as the config says.
+        replays: whether tokens go to the server's experts, if these are known; None: as the config says.
         """
 
         def logprobs(batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -123,7 +123,7 @@ class Scorer:
 
 
 def _experts_of(sampled: Sampled) -> Sequence[Tensor] | None:
-    """Of each sequence."""
+    """The server's experts of each sequence."""
     if sampled.experts_TLK is None:
         return None
     return sampled.experts_TLK.split((sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist())

@@ -52,7 +52,7 @@ class Sampled:
     logprobs_N: Tensor
     """float32, from the server while it sampled."""
     experts_TLK: Tensor | None = None
-    """uint8 or int16: the experts of each sequence's tokens but the last, by the server. None: not asked for, or it
+    """uint8 or int16: the server's experts for each sequence's tokens except the last. None: not requested, or the server
     computed a prompt again."""
 
     @property
@@ -325,7 +325,7 @@ def _first_of_each(values_N: Tensor, lengths_Q: Tensor, kept_Q: Tensor) -> Tenso
 
 
 def compare(reference_N: Tensor, first_N: Tensor, second_N: Tensor, lengths_R: Tensor) -> Row:
-    """Two engines' distances from a third (``reference_N``) on the same tokens; and from each other.
+    """Two engines' distances from a third (``reference_N``) on the same tokens, and from each other.
 
     max_change, mean_change    second's less first's, of the responses' max and mean Δp to the reference: means of paired differences
     moved_mean                 mean over responses of the mean |p_second - p_first|; moved_max the greatest of any token
@@ -356,7 +356,7 @@ def verdict(change: float, error: float | None) -> str:
 
 
 def one_step_apart(first: LayoutConfig, second: LayoutConfig, rollout_tp: int) -> str | None:
-    """The one thing in which the learner layout ``second`` departs from ``first``; None for none or several.
+    """The one thing in which the learner layout ``second`` differs from ``first``; None for none or several.
 
     ``tp``: first has the rollout's TP, second another. ``sp``, ``pp``, ``cp``: second has it, first has not. dp
     does not count.
@@ -390,8 +390,8 @@ def compare_layouts(
 
 
 def share_of_gap(rollout_N: Tensor, own_N: Tensor, replayed_N: Tensor, lengths_R: Tensor) -> Row:
-    """Part of the mean Δp that the choice of experts makes: 1 - replayed / own, of the means over responses of a
-    response's mean Δp. ``own``, ``replayed``: these means."""
+    """The part of the mean Δp that comes from the choice of experts: 1 - replayed / own. ``own``, ``replayed``: means over
+    responses of a response's mean Δp."""
     own, replayed = (
         response_gaps(probability_gaps(rollout_N, x_N), lengths_R)[1].mean().item()
         for x_N in (own_N, replayed_N)

@@ -34,7 +34,7 @@ NOTES = """\
 k1, k3: estimates of KL(rollout || learner) in nats per token; d: the log-prob gap in nats; *outside*: share of tokens whose ratio of
 probabilities lies outside [0.9, 1.1]. After ±: one standard error, plain (s / sqrt(n) over responses or prompts; for k1, k3 and outside
 the linearised error of a ratio with responses as clusters), not bootstrapped. A difference counts as one beyond two standard errors, so
-one comparison in twenty will seem to show something where nothing is."""
+one comparison in twenty will show a difference by chance."""
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -197,8 +197,8 @@ def _length_table(pairs: Sequence[Row]) -> str:
     about = (
         f"Max dp of: one short response; all {one['short_per_prompt']:.0f} short responses to a prompt together (of "
         f"{one['short_tokens']:.1f} tokens); one long response (of {one['long_tokens']:.1f}); the first {one['first']} tokens of the long "
-        f"one. A maximum grows with the count of tokens, so *short together*, *long* and the means take of each prompt the first tokens of "
-        f"either side, as many as the smaller has: {one['tokens']:.1f}. Means over {one['prompts']} prompts."
+        f"one. A maximum grows with the count of tokens. So for each prompt *short together*, *long* and the means use the first tokens of "
+        f"both sides, as many as the smaller side has: {one['tokens']:.1f}. Means over {one['prompts']} prompts."
     )
     return f"{about}\n\n{_table(titles, rows)}"
 
@@ -218,9 +218,9 @@ def cause_cells(row: Row) -> list[str]:
 def _causes(causes: Row) -> list[str]:
     about = (
         f"Weights and tokens are fixed (the long responses of rollout {causes['rollout']}, learner {causes['learner']}); one thing is "
-        "switched at a time. *Moves*: how far the probabilities of the tokens move, which is what the rows are ranked by. *Changes*: what "
-        "that does to the gap between the engines; a cause may move much and close the gap by nothing, where others are as large. The "
-        "noise level is the same scored twice: what moves no further than that is noise."
+        "switched at a time. *Moves*: how far the probabilities of the tokens move; the rows are ranked by it. *Changes*: the effect on "
+        "the gap between the engines. A cause may move the probabilities far without closing the gap, if other causes are as large. The "
+        "noise level is the same scored twice: a move that is not larger is noise."
     )
     return [about, _table(CAUSE_TITLES, [cause_cells(row) for row in causes["ranked"]])]
 

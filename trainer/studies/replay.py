@@ -1,7 +1,7 @@
 """Other corrections of a recorded batch: their weights, kept tokens, loss and gradient.
 
-The batch is taken before its first update, where current is the policy that scored it, and as one minibatch
-however many the run had. Every term of the loss counts but the entropy bonus, which no correction touches.
+The batch is taken before its first update, when current is the policy that scored it, and as one minibatch even
+if the run had several. Every term of the loss counts except the entropy bonus, which no correction changes.
 ``_P`` stands for parameters here.
 """
 

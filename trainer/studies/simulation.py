@@ -1,10 +1,10 @@
 """One step of one rank of a run, on a device without memory and arithmetic: ``tandem simulate``.
 
-The step is ``trainer/loop.py``'s own, with the learner, its engines and its batch. What stands in for others: the sample
-role hands out samples of made tokens, and weights for the servers end in the buckets that they would be sent in.
+The step is ``trainer/loop.py``'s own, with the learner, its engines and its batch. Two parts are replaced: the samples are
+made up here instead of by the sample role, and weights for the servers end in the buckets in which they would be sent.
 
-The step is shorter than the run's: its micro-batches are as many as fill the pipeline, one minibatch. Each is filled to
-``learner.token_budget`` by samples of one length that share no prompt, which is the case that a memory plan is for.
+The step is shorter than the run's: one minibatch, with as many micro-batches as fill the pipeline. Each is filled to
+``learner.token_budget`` by samples of one length that share no prompt. A memory plan is for this case.
 """
 
 import time
@@ -40,7 +40,7 @@ from trainer.weight_sync import SyncResult, WeightSync
 
 
 class Watch:
-    """Takes down what each part of a step takes; ``doing`` is called as a part begins (``Run.doing``)."""
+    """Records the cost of each part of a step. ``doing`` is called when a part begins (``Run.doing``)."""
 
     def __init__(self, device: SimulatedDevice, collectives: Collectives):
         self._device, self._collectives = device, collectives
@@ -57,7 +57,7 @@ class Watch:
         self._device.memory.start_peak()
 
     def end(self) -> None:
-        """Put down the part that has run until now."""
+        """Record the part that has run until now."""
         if self._name is None:
             return
         part, memory = self.parts.setdefault(self._name, Part()), self._device.memory
@@ -76,9 +76,9 @@ class Watch:
 def simulate(
     config: RunConfig, device: SimulatedDevice, collectives: Collectives, folder: Path
 ) -> SimulatedRank:
-    """Build this rank's learner and run one step. Inside ``simulated_rank``.
+    """Build this rank's learner and run one step. Call it inside ``simulated_rank``.
 
-    folder: an empty one, for what a step writes.
+    folder: an empty folder for the files of a step.
     """
     watch, short = Watch(device, collectives), _short(config)
     watch.doing(START)
@@ -86,7 +86,7 @@ def simulate(
         learner = Learner(short)
     name_parts(device.memory, learner)
     if device.memory.total == device.memory.peak:
-        device.memory.start_peak()  # the same bytes, by their names
+        device.memory.start_peak()  # the same bytes, now with their names
     architecture = learner.engine.architecture
     step = made_step(config, architecture)
     rows, _ = row_counts(config.layout, step.tokens)
@@ -119,12 +119,12 @@ def simulate(
 
 
 def _own_share(shares: Sequence[Share], share_of: Callable[[int], int]) -> Share:
-    """Every rank of a simulation has the samples of all."""
+    """Every rank of a simulation has the samples of all ranks."""
     return shares[share_of(dist.get_rank())]
 
 
 def _short(config: RunConfig) -> RunConfig:
-    """The run for one step of one minibatch, without what the step does not take part in."""
+    """The run's config for one step of one minibatch, without checkpoints, evaluations and kept samples."""
     old = "always" if config.scores_old else config.learner.old_logprobs
     return config.model_copy(
         update={
@@ -138,7 +138,7 @@ def _short(config: RunConfig) -> RunConfig:
 
 
 def name_parts(memory: Memory, learner: Learner) -> None:
-    """Count the tensors that stay to gradients, optimizer, reference and critic; all others are parameters."""
+    """Name the tensors that stay as gradients, optimizer, reference or critic; all others are parameters."""
     engine, critic = learner.engine, learner.critic and learner.critic.engine
     memory.relabel(gradient_buffers(engine._trained), "gradients")
     memory.relabel(_optimizer_state(engine), "optimizer")
@@ -158,7 +158,7 @@ def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Ten
     if engine.is_frozen:
         return
     own = {p.untyped_storage()._cdata for p in _parameters(engine)}
-    # Of a float32 model the optimizer's parameters are the model's own. It may count steps on the host.
+    # For a float32 model the optimizer's parameters are the model's own. It may count steps on the host.
     tensors = (t for t in optimizer_tensors(engine._optimizer) if t.is_meta)
     yield from (t for t in tensors if t.untyped_storage()._cdata not in own)
 
@@ -178,7 +178,7 @@ class _Sampler:
         length = self._step.places + 1
         assert packed_length(range(length)) == self._step.places
         more, token = divmod(sibling, self._vocab_size)
-        tokens = np.full(length, token, dtype=TOKEN_IDS)  # another prompt for each
+        tokens = np.full(length, token, dtype=TOKEN_IDS)  # each has another prompt
         tokens[0] = (token + more) % self._vocab_size
         start = length - self._step.response
         is_response = np.arange(length) >= start

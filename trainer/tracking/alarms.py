@@ -66,7 +66,7 @@ _RULES = (
         wrong="all advantages of the step are equal, so it teaches the policy nothing",
         cause="all samples have the same reward: the problems are too hard or too easy, the reward expects another form of answer, "
         "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same text everywhere",
-        advice="read what it writes (`tandem samples RUN`), then look at response/truncated_fraction, policy/entropy and "
+        advice="read the responses (`tandem samples RUN`), then look at response/truncated_fraction, policy/entropy and "
         "optim/grad_norm of the steps before; after a collapse go back to an earlier checkpoint with a lower learning rate",
     ),
     _Rule(
@@ -85,7 +85,7 @@ _RULES = (
         metrics=("mismatch/weight_mean", "mismatch/weight_normaliser"),
         healthy=operator.ge,
         badness=_from_one,
-        wrong="importance weights are far below 1 on average, where they should average 1: the loss shrinks and depends on few tokens",
+        wrong="importance weights are far below 1 on average, but should average 1: the loss shrinks and depends on few tokens",
         cause="the learner finds the sampled tokens much less likely than the rollout did: old samples, a quantised rollout, a mask of the "
         "sampler (top_p, top_k) or a temperature that the learner lacks; or sequence weights of long responses, cut from above only",
         advice="check temperature and sampling mask, lower the staleness, raise the rollout's precision; with sequence weights try "
@@ -99,7 +99,7 @@ _RULES = (
         wrong="importance weights are far above 1 on average: a few tokens or responses outweigh the rest",
         cause="tokens that only the rollout finds unlikely, multiplied over long responses, with a loose bound or none",
         advice="bound weights from above (decoupled_token_is with upper 2), drop what is over the bound (decoupled_token_icepop, "
-        "drop_outliers), or leave sequence weights for decoupled_geo_rs",
+        "drop_outliers), or use decoupled_geo_rs instead of sequence weights",
     ),
     _Rule(
         name="ess_min",
@@ -118,9 +118,9 @@ _RULES = (
         wrong="the two engines are different policies: KL(rollout || train) per token is far above numerical noise",
         cause="samples that are many versions old, weights that arrived incomplete, another temperature or sampling mask, or a rollout "
         "in int8 or fp8",
-        advice="without staleness both sides have the same weights, and mismatch/logprob_gap_max of the sampled tokens (and of the probe, "
-        "sync/max_logprob_gap, where it is recorded) is of precision, layout, temperature or sampling mask; with stale samples lower the "
-        "staleness first; meanwhile decoupled_seq_is_rs or decoupled_k3_rs_token_is",
+        advice="without staleness both sides have the same weights, so precision, layout, temperature or sampling mask cause "
+        "mismatch/logprob_gap_max (and sync/max_logprob_gap of the probe, if it is recorded); with stale samples lower the "
+        "staleness first; meanwhile use decoupled_seq_is_rs or decoupled_k3_rs_token_is",
     ),
     _Rule(
         name="chi2_token_max",
@@ -199,8 +199,8 @@ def _recorded(metric: str, metrics: Mapping[str, float]) -> list[str]:
 
 
 def _share_of_staleness(metric: str, metrics: Mapping[str, float]) -> str:
-    """How much of an alarm of the gap is due to the tokens' age; empty in a run without lags, where the whole
-    gap is the engines'."""
+    """How much of an alarm of the gap is due to the tokens' age. Empty in a run without lags: there the engines cause the
+    whole gap."""
     lag = metrics.get(known("staleness/mean"))
     if not lag or not metric.startswith("mismatch/"):
         return ""
@@ -212,4 +212,4 @@ def _share_of_staleness(metric: str, metrics: Mapping[str, float]) -> str:
         engines = (
             f"k3 of the fresh ones, {fresh:.2g}, is the engines' own gap; mismatch/k3, {both:.2g}, has both"
         )
-    return f" Here tokens lag by {lag:.2g} versions in the mean: {engines}."
+    return f" Here tokens lag by {lag:.2g} versions on average: {engines}."

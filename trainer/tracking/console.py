@@ -112,11 +112,11 @@ class Console:
         self.line(line, style="green" if metrics.get("eval/accuracy") is not None else None)
 
     def note(self, text: str) -> None:
-        """Into console.log alone."""
+        """Write a line only to console.log."""
         self._file.write(visible(text))
 
     def line(self, text: str, style: str | None = None) -> None:
-        text = visible(text)  # it may hold a model's
+        text = visible(text)  # a part of it may come from a model
         self.note(text)
         if not sys.stdout.isatty():
             with contextlib.suppress(OSError):  # a file on a full disk, or a pipe without a reader

@@ -3,8 +3,8 @@
 A group is a prompt with its responses, and its number is its place in the order of the data. Each group up to
 the newest step was either trained on in exactly one step, or left out for lack of signal (dynamic sampling).
 Responses of a group share its fate, except that a response whose reward failed is not trained on. Groups that
-were sampled ahead of an interruption are in no line: the resumed run samples them again, under the same
-numbers.
+were sampled ahead when a run was interrupted are in no line: the resumed run samples them again, under the
+same numbers.
 """
 
 import json
@@ -33,7 +33,7 @@ class LedgerLine(BaseModel):
     prompts: list[str]
     """The id of each group's prompt."""
     without_signal: list[int]
-    """Numbers of the groups that were left out, since their siblings do not differ in what dynamic sampling compares."""
+    """Numbers of the groups that were left out, because dynamic sampling found no difference between their siblings."""
     failed_rewards: int
     """Responses of these groups whose reward failed."""
 
@@ -48,9 +48,9 @@ class LedgerLine(BaseModel):
 
 
 class Ledger:
-    """Writes the ledger of a run. One process does.
+    """Writes the ledger of a run, in one process only.
 
-    keep_until: lines of later steps, which are done again, are removed.
+    keep_until: the last step to keep. Later steps run again, so their lines are removed.
     """
 
     def __init__(self, path: Path, *, keep_until: int):
@@ -66,7 +66,7 @@ class Ledger:
                 yield f"{json.dumps(line.model_dump())}\n"
 
     def enter(self, step: int, stats: SamplingStats) -> None:
-        """On a full disk the line waits for the next one. The tracker, whose lines wait too, warns."""
+        """On a full disk the line is written with the next one. The tracker's lines wait too, and it warns."""
         line = LedgerLine(
             step=step,
             first=stats.first_group,
@@ -81,8 +81,8 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Iterator[LedgerLine]:
-    """The complete lines, one at a time, since those of a long run with all prompts are a gigabyte. A line
-    that a crash has torn is left out. Raises OSError."""
+    """The complete lines, one at a time, because all lines of a long run take a gigabyte. A line that a crash has
+    torn is left out. Raises OSError."""
     with openable(path).open(encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValidationError):
@@ -105,7 +105,7 @@ def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
 
 
 def summary(lines: Iterable[LedgerLine]) -> str:
-    """A sentence on the fate of all groups; the first problem, if some group does not have exactly one
+    """A sentence on the fate of all groups, or on the first problem if a group does not have exactly one
     fate."""
     trained = left_out = failed = 0
     before, wrong, first_step = None, None, None

@@ -40,7 +40,7 @@ class GrowingMetrics:
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, list[dict[str, Any]]()
         self._inode, self._end, self._last = 0, 0, b""
-        """Of what was read: the file, the end of its last whole line, and that line."""
+        """The file that was read, the end of its last whole line, and that line."""
 
     def read(self) -> list[dict[str, Any]]:
         """Like ``read_metrics``, for a file that is being written; no lines if it does not exist. Unchanged
@@ -102,8 +102,8 @@ def _is_value(value: Any) -> bool:
 
 
 def rows_from_the_end(path: Path, *, with_metric: str = "") -> Iterator[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl, the newest first, of which no more is read than is asked for. Lines before the
-    newest are given only where they have the metric."""
+    """The whole lines of a metrics.jsonl, the newest first. Reads no more of the file than the caller takes. With
+    ``with_metric``, lines before the newest are left out unless they have the metric."""
     newest = True
     for line in _lines_from_the_end(path):
         if newest or not with_metric or f'"{with_metric}"' in line:
@@ -125,7 +125,7 @@ def _lines_from_the_end(path: Path) -> Iterator[str]:
 
 
 def keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
-    """Replace the file, in one move, by its whole lines up to ``step`` and then ``then``; returns these lines."""
+    """Replace the file atomically by its whole lines up to ``step``, followed by ``then``; returns these lines."""
     rows = read_metrics(path) if path.exists() else []
     kept = [*(row for row in rows if row["step"] <= step), *then]
     write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept).encode(), flush=True)

@@ -2,7 +2,7 @@
 
 Only this thread imports or calls MLflow: the import and the creation of the sqlite store take seconds, a
 `log_batch` 10 ms and more, and a remote server may not answer at all. Queued items are then sent again every
-RETRY_S seconds; items past QUEUE_SIZE are dropped. Each kind of trouble is logged once, and training goes on.
+RETRY_S seconds; items past QUEUE_SIZE are dropped. Each kind of problem is logged once, and training continues.
 
     training loop ── put(item) ──> queue ──> `tracking` thread: open the run, send in order, retry ──> MLflow
                   ── finish(status, deadline) ──> the thread sends what is left and ends; joined for at most
@@ -35,7 +35,7 @@ COMPLETE_UNTIL = "tandem.complete_until"
 """Tag of a run that was closed in order: it has every metric up to this step, and none of a later one."""
 STORE, ARTIFACTS = "mlflow.db", "mlartifacts"
 LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-"""File systems with the kernel's own locks; no other is trusted."""
+"""File systems with the kernel's own locks. No other file system is trusted."""
 QUEUE_SIZE = 2000
 RETRY_S = 30.0
 
@@ -56,16 +56,16 @@ def tracking_uri(config: RunConfig, run_dir: Path) -> str:
 
 
 def _own_uri(run_dir: Path) -> str:
-    """Of the sqlite store. A ``?`` of the path would begin the URI's query, and a ``%`` an encoded letter."""
+    """URI of the sqlite store. A ``?`` in the path would begin the URI's query, and a ``%`` an encoded letter."""
     return f"sqlite:///{store_file(run_dir)}".replace("%", "%25").replace("?", "%3F")
 
 
 def store_file(run_dir: Path) -> Path:
     """The sqlite store: ``mlflow.db`` in the folder of the run folders, shared by all runs there.
 
-    Runs write to it at the same time under sqlite's lock, which waits 20 s. The run has a store of its own if
-    it has one already, if the folder above or what is there of another user's store is not writable, and on network
-    file systems, whose locks sqlite cannot trust.
+    Runs write to it at the same time under sqlite's lock, which waits 20 s. The run has its own store in three cases:
+    it has one already; it may not write to the folder above or to the store there, which may be another user's; the
+    file system is a network's, whose locks sqlite cannot trust.
     """
     run_dir = run_dir.resolve()
     own, shared = run_dir / STORE, run_dir.parent / STORE
@@ -199,7 +199,7 @@ class MlflowThread(threading.Thread):
                 self._warned.discard("unreachable")
             except (MlflowException, SQLAlchemyError, OSError) as error:
                 self._next_attempt = time.monotonic() + RETRY_S
-                message = "MLflow at %s: %s; training goes on, tried again later"
+                message = "MLflow at %s: %s; training continues, and MLflow is tried again later"
                 self._warn_once("unreachable", message, self._shown_uri, _shortened(error))
                 if closing:
                     message = "MLflow at %s lacks the last %d items and the status of this run"
@@ -221,7 +221,7 @@ class MlflowThread(threading.Thread):
             self._uri, self._client = tracking_uri(self._config, self._run_dir), None
             with self._others_kept_out():
                 self._open_run()
-            self._first = []  # as long as the history of a resumed run, and the queue has what is still to be sent
+            self._first = []  # may be long after a resume, and the queue has what is still to be sent
         while batch := self._next_batch():
             try:
                 self._send(batch)
@@ -291,7 +291,7 @@ class MlflowThread(threading.Thread):
 
     @contextlib.contextmanager
     def _others_kept_out(self) -> Iterator[None]:
-        """Only one of several runs that start together makes the tables of a shared sqlite store."""
+        """Of several runs that start together, only one makes the tables of a shared sqlite store."""
         if self._uri != _own_uri(self._run_dir):
             yield
             return
@@ -317,11 +317,11 @@ class MlflowThread(threading.Thread):
             raise
 
     def _continue_previous(self, id_file: Path) -> bool:
-        """Whether to go on with the MLflow run of the run's last life. That run must have stopped in order, with
+        """Whether to continue the MLflow run of the previous attempt. That run must have stopped in order, with
         exactly the steps that are resumed.
 
-        Otherwise a resumed run is a new one for MLflow, with the whole history: MLflow can neither take back
-        steps that are redone nor change a param.
+        Otherwise a resumed run becomes a new MLflow run with the whole history: MLflow can neither take back
+        steps that run again nor change a param.
         """
         from mlflow.exceptions import MlflowException
 

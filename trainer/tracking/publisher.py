@@ -1,7 +1,7 @@
-"""The process that copies a run's metrics to another tracker while it goes on (``services.py``).
+"""The process that copies a run's metrics to another tracker during the run (``services.py``).
 
-A process of its own, since wandb starts a server, handles signals, and waits at the end of its process for a network that
-may not answer. Training waits for it only at the end of a run, and then for seconds.
+It is a separate process, because wandb starts a server, handles signals, and at the end of its process waits for a network
+that may not answer. Training waits for it only at the end of a run, and then for seconds.
 """
 
 import importlib.util
@@ -17,11 +17,11 @@ from rollout.terminal_text import tandem_command
 from trainer.tracking.mlflow_thread import Status
 
 ServiceName = Literal["wandb", "tensorboard"]
-"""Also the name of the package that it needs, which is not among the installed ones."""
+"""Also the name of the package that it needs. Of the requirements only those of the tests have it."""
 
 
 def services_of(config: RunConfig) -> list[ServiceName]:
-    """Those that the config asks for."""
+    """The services that the config asks for."""
     asked: dict[ServiceName, bool] = {
         "wandb": config.tracking.wandb is not None,
         "tensorboard": config.tracking.tensorboard,
@@ -30,14 +30,15 @@ def services_of(config: RunConfig) -> list[ServiceName]:
 
 
 def missing_package(service: ServiceName) -> str | None:
-    """What a service lacks here, with the fix; continues the name of what asks for it."""
+    """The missing package of a service and the fix, to follow the name of the option that needs the service; None if
+    nothing is missing."""
     if importlib.util.find_spec(service) is not None:
         return None
     return f"needs the package {service}, which is not installed; install it by `{sys.executable} -m pip install {service}`"
 
 
 class Publisher:
-    """``tandem publish RUN --to SERVICE`` for the time of a run. It ends with this process: its standard input then ends."""
+    """Runs ``tandem publish RUN --to SERVICE`` during a run. It ends with this process, because its standard input ends."""
 
     def __init__(self, service: ServiceName, run_dir: Path):
         """Raises OSError."""
@@ -52,7 +53,7 @@ class Publisher:
             )
 
     def problem(self) -> str | None:
-        """What is wrong, if it has ended before it was told to, or could not copy everything."""
+        """The problem, if the process ended too early or could not copy everything."""
         if self._problem is None and self._process.poll() not in (None, 0):
             lines = []
             with suppress(OSError):
@@ -67,7 +68,7 @@ class Publisher:
             pipe.write(f"{status}\n".encode())
 
     def finish(self, deadline: float) -> str | None:
-        """Wait for its end until ``time.monotonic()`` is ``deadline``, and then kill it. Returns what is wrong."""
+        """Wait for its end until ``time.monotonic()`` reaches ``deadline``, then kill it. Returns the problem, if any."""
         try:
             self._process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
@@ -78,5 +79,5 @@ class Publisher:
 
     def _incomplete(self, why: str) -> str:
         later = tandem_command("publish", self._run_dir, "--to", self.service)
-        text = f"the copy of the metrics to {self.service} is not complete ({why}); training goes on"
+        text = f"the copy of the metrics to {self.service} is not complete ({why}); training continues"
         return f"{text}, and `{later}` copies all of it at any time"

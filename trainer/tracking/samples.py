@@ -20,18 +20,18 @@ DIGITS = 6
 
 
 class SampledTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one request has sampled: the tokens from ``start`` to before ``end``."""
+    """The tokens that one request has sampled, from ``start`` up to but not including ``end``."""
 
     start: int
     end: int
     finish_reason: str
     reward: float | None = None
-    """What this turn has earned of the sample's reward, where the environment says so."""
+    """The part of the sample's reward that this turn has earned, if the environment says so."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. All tokens outside of ``turns`` are the prompt's or were observed; the three lists per token are of
-    the sampled tokens alone, in order. A number that was not finite is None."""
+    """One line. Tokens outside of ``turns`` belong to the prompt or were observed. The three lists per token cover only
+    the sampled tokens, in order. A number that was not finite is None."""
 
     step: int
     version: int
@@ -39,7 +39,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     sibling: int
     branch: int = 0
-    """The number of the sequence within its episode, where that forked."""
+    """The number of the sequence within its episode, if the episode forked."""
     prompt_id: str
     status: str
     reward: float | None
@@ -49,14 +49,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     rollout_logprobs: list[float | None]
     learner_logprobs: list[float | None] | None
-    """By the learner before the update, or in the update's own forward pass. None where it has not scored the
+    """By the learner before the update, or in the update's own forward pass. None if it has not scored the
     step (the warm-up of a critic in bypass mode)."""
     versions: list[tuple[int, int]]
-    """(version of the weights, number of tokens), run by run."""
+    """(version of the weights, number of tokens) of each stretch of tokens with one version."""
 
     @property
     def name(self) -> str:
-        """Within its group."""
+        """The sample's name within its group."""
         return f"sibling {self.sibling}" + (f", sequence {self.branch + 1}" if self.branch else "")
 
     @classmethod

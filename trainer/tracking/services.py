@@ -23,24 +23,24 @@ from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.mlflow_thread import Status
 
 WANDB_RUN = "wandb_run.json"
-"""In the run folder: the id of its run at W&B and the lines that this one holds, once it was closed in order."""
+"""File in the run folder: the id of its run at W&B, and the lines there. It exists if the copy was closed in order."""
 Line = dict[str, Any]
 """Of metrics.jsonl: ``step``, ``elapsed_s`` and the metrics."""
 
 
 class ServiceError(RuntimeError):
-    """A service refuses, or does not answer."""
+    """A service refuses or does not answer."""
 
 
 class Service(Protocol):
     """Where lines are copied to."""
 
     def open(self, lines: Sequence[Line]) -> int:
-        """``lines``: all so far. Returns how many of them it holds already; 0 where it begins anew. Raises ServiceError."""
+        """``lines``: all so far. Returns how many of them it holds already; 0 for a new copy. Raises ServiceError."""
         ...
 
     def log(self, line: Line) -> None:
-        """The next line, or what an evaluation has added to the last one."""
+        """Add the next line, or the metrics that an evaluation has added to the last one."""
         ...
 
     def close(self, status: Status, lines: Sequence[Line]) -> None:
@@ -51,8 +51,8 @@ class Service(Protocol):
 def publish(
     service: Service, metrics: Path, wait: Callable[[], Status | None], say: Callable[[str], None] = print
 ) -> None:
-    """Copy all lines of ``metrics``, and those that are added until ``wait``, which waits a moment, gives how the run has
-    ended. Where a resumed run does steps again the copy begins anew: no service takes steps back."""
+    """Copy all lines of ``metrics``, and those that the run adds. ``wait`` waits a moment; it returns the run's status once
+    the run has ended. If a resumed run repeats steps, a new copy begins: no service takes steps back."""
     status: Status | None = None
     growing = GrowingMetrics(metrics)
     lines = growing.read()
@@ -60,7 +60,7 @@ def publish(
     sent = lines[:held]
     while True:
         new = added(lines, sent)
-        # W&B goes on behind the last line of an earlier copy, and takes no more of it.
+        # W&B continues after the last line of an earlier copy, and takes no more metrics of that line.
         if new is None or (new and held == len(sent) and held and new[0]["step"] == sent[-1]["step"]):
             say("steps that were copied have changed: a new copy begins")
             service.close("KILLED", sent)
@@ -78,7 +78,7 @@ def publish(
 
 
 def added(lines: Sequence[Line], sent: Sequence[Line]) -> list[Line] | None:
-    """What ``lines`` hold beside ``sent``; None where they do not hold all of it."""
+    """The part of ``lines`` that ``sent`` lacks; None if ``lines`` do not hold all of ``sent``."""
     if len(lines) < len(sent) or not all(map(_holds, lines, sent)):
         return None
     new = list(lines[len(sent) :])
@@ -100,8 +100,8 @@ def _measured(line: Line) -> dict[str, float]:
 
 
 class WandbService:
-    """A run at Weights & Biases, of the name of the run folder, with its config. Of what W&B takes by itself nothing goes there:
-    code, console, git, command line, variables of Slurm, names and load of the machine, installed packages."""
+    """A run at Weights & Biases with the run folder's name and config. Nothing that W&B collects by itself goes there: code,
+    console, git, command line, variables of Slurm, names and load of the machine, installed packages."""
 
     def __init__(
         self, run_dir: Path, *, project: str, entity: str | None, say: Callable[[str], None] = print
@@ -125,7 +125,7 @@ class WandbService:
                 project=self._project, entity=self._entity, name=self._dir.name,
                 id=id_, resume=None if id_ is None else "allow", config=config, dir=self._dir, settings=quiet,
             )  # fmt: skip
-        self._file.unlink(missing_ok=True)  # it says that a run was closed in order
+        self._file.unlink(missing_ok=True)  # its presence says that the copy was closed in order
         run = self._run
         sync = shlex.join(["wandb", "sync", str(Path(run.dir).parent)])
         self._say(f"W&B: {f'`{sync}`' if run.offline else run.url}")
@@ -138,14 +138,14 @@ class WandbService:
     def close(self, status: Status, lines: Sequence[Line]) -> None:
         id_ = self._run.id
         with _its_errors():
-            # W&B's own states know no run that was stopped and may go on.
+            # W&B has no state for a run that was stopped and may continue.
             self._run.summary["status"] = status
             self._run.finish(exit_code=int(status == "FAILED"))
         content = {"id": id_, "lines": len(lines), "digest": _digest(lines)}
         write_whole(self._file, json.dumps(content).encode())
 
     def _held(self, lines: Sequence[Line]) -> tuple[str, int] | None:
-        """(id of the run of an earlier copy, the lines that it holds), where they are the first of ``lines``."""
+        """(id of the run of an earlier copy, number of lines that it holds), if these are the first of ``lines``."""
         try:
             held = json.loads(self._file.read_text(encoding="utf-8"))
             id_, count = str(held["id"]), int(held["lines"])
@@ -183,7 +183,7 @@ class TensorBoardService:
         folder = self._dir / "tensorboard"
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
-        # By the purge a TensorBoard that looks on forgets the old file.
+        # The purge makes a running TensorBoard forget the old file.
         self._writer = SummaryWriter(str(folder), purge_step=0)
         config = (self._dir / "config.yaml").read_text(encoding="utf-8")
         self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))

@@ -50,7 +50,7 @@ class Tracker:
         path = run_dir / "metrics.jsonl"
         if resumed_from_step is None and path.exists() and path.stat().st_size:
             raise ValueError(
-                f"{run_dir} already holds the metrics of a run; use another `name`, or go on with `resume={run_dir}`"
+                f"{run_dir} already holds the metrics of a run; use another `name`, or continue it with `resume={run_dir}`"
             )
         kept = [] if resumed_from_step is None else keep_until(path, resumed_from_step)
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
@@ -58,7 +58,7 @@ class Tracker:
         """The step of the newest line."""
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
         self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
-        """Seconds of the attempts before a resume, up to the step that it goes on from."""
+        """Seconds of the attempts before a resume, up to the step that it continues from."""
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
         self._evaluation, self._evaluation_s = config.evaluation, 0.0
@@ -116,7 +116,7 @@ class Tracker:
             whole = line
             problem = self._file.write(json.dumps(line, allow_nan=False))
         if problem:
-            fix = "free space; the run goes on, and its lines are written then"
+            fix = "free space: the run continues, and writes these lines later"
             self.warn_once(
                 "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}): {fix}"
             )
@@ -132,10 +132,10 @@ class Tracker:
             self._warn_of(publisher.service, publisher.problem())
 
     def _replace_last(self, line: Mapping[str, Any]) -> OSError | None:
-        """Put ``line`` in the place of the last one, of the same step. Returns the error of a disk without space for the whole
-        file: the line then goes behind the other, which ``read_metrics`` joins."""
+        """Replace the last line, which is of the same step, by ``line``. If the disk has no space for the whole file, append
+        ``line`` and return the error; ``read_metrics`` joins the two lines."""
         try:
-            if problem := self._file.flush():  # lines wait, which a new file would not have
+            if problem := self._file.flush():  # lines wait in memory, and a new file would lose them
                 raise problem
             keep_until(self._path, line["step"] - 1, then=[line])
         except OSError as error:
@@ -145,7 +145,7 @@ class Tracker:
         return None
 
     def say(self, text: str) -> None:
-        """Print a line that is no step on the console and to console.log."""
+        """Write a line that is not a step to the console and to console.log."""
         self._console.line(text)
 
     def warn_once(self, about: str, text: str) -> None:
@@ -159,16 +159,16 @@ class Tracker:
             self.warn_once(f"copy to {service}", problem)
 
     def note(self, text: str) -> None:
-        """Write a line to console.log alone; the console has it already."""
+        """Write a line only to console.log; the console has it already."""
         self._console.note(text)
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        """Send a file, into ``folder`` of the store, or the files of a folder to MLflow, in the background."""
+        """Send a file, into ``folder`` of MLflow's artifacts, or the files of a folder, in the background."""
         self._mlflow.put(Artifact(path, path.name if path.is_dir() else folder))
 
     def close(self, status: Status) -> None:
         """Send the rest and end the MLflow run, within 30 s or half the grace period of a stop. A second close does
-        nothing. Raises OSError where a run that has finished could not write all its metrics."""
+        nothing. Raises OSError if a run that has finished could not write all its metrics."""
         if self._closed:
             return
         self._closed = True

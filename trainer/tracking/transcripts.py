@@ -58,12 +58,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Tokens that were observed together, the prompt first, or sampled together."""
+    """Neighbouring tokens that were all observed, or all sampled in one turn. The prompt is the first stretch."""
 
     turn: SampledTurn | None
     """None: observed."""
     number: int
-    """Of the turn, from 1; of what is observed, that of the turn before, 0 for the prompt."""
+    """The turn's number, from 1. Observed tokens have the number of the turn before them, the prompt has 0."""
     pieces: list[Piece]
 
     @property
@@ -72,7 +72,7 @@ class Stretch:
 
     @property
     def title(self) -> str:
-        """What it is, how many tokens it has, the ages of sampled ones unless all are 0, and what the turn has earned."""
+        """The kind of stretch, its number of tokens, the ages of sampled tokens unless all are 0, and the turn's reward."""
         count = sum(piece.end - piece.start for piece in self.pieces)
         if self.turn is None:
             return f"{'observed' if self.number else 'prompt'}, {counted(count, 'token')}"
@@ -132,7 +132,7 @@ def outcome(sample: Sample) -> str:
 
 
 def stretches(sample: Sample, decode: Decode) -> list[Stretch]:
-    """The whole sample in order. Stretches without a token are left out, but for turns."""
+    """The whole sample in order. Stretches without tokens are left out, unless they are turns."""
     spans: list[tuple[int, int, SampledTurn | None, int]] = []
     end = 0
     for number, turn in enumerate(sample.turns, start=1):

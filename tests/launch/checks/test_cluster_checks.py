@@ -1,4 +1,4 @@
-"""``tandem check-cluster``: each problem it is for is made, and must be found, named and given a fix."""
+"""``tandem check-cluster``: each problem that it looks for is caused here, and must be found and named with a fix."""
 
 import errno
 import fcntl

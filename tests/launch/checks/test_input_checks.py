@@ -1,5 +1,4 @@
-"""What is wrong with a model's folder or with data is said before anything starts: in process, on files made
-here.
+"""Errors in a model's folder or in data are reported before anything starts: in process, on files made here.
 
 Each case breaks one thing of a sound run; the problem names the field, what is wrong and what to do.
 """

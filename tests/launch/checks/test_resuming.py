@@ -1,4 +1,4 @@
-"""Whether a run can go on, by what is in its folder; the fields of its config are in tests/configs/test_broken_configs.py."""
+"""Whether a run can continue, by what is in its folder; the fields of its config are in tests/configs/test_broken_configs.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``tandem check-template``: what it says of templates that Tandem can use, and of those that it cannot."""
+"""``tandem check-template``: its output for templates that Tandem can use, and for those that it cannot."""
 
 from pathlib import Path
 

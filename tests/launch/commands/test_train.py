@@ -1,5 +1,5 @@
-"""What ``tandem train`` tells at its start, and when it ends before its time: without roles, which only end it here. And
-the result of ``tandem eval`` in words."""
+"""The messages of ``tandem train`` at its start and at an early end. No role runs: in place of the roles an error ends the
+run. Also the result of ``tandem eval`` in words."""
 
 from dataclasses import replace
 from pathlib import Path

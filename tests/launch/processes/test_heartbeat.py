@@ -1,5 +1,5 @@
-"""Signs of life: processes that are stopped are found by their state and ended, and whatever only is slow is
-told of and left alone."""
+"""Signs of life: stopped processes are found by their state and ended; processes that are only slow are reported
+and left alone."""
 
 import contextlib
 import json

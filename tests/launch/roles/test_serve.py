@@ -1,4 +1,4 @@
-"""The serve role's watch over its servers, with a fleet of nothing in their place."""
+"""The serve role's watch over its servers, with an empty fleet instead of them."""
 
 import os
 import socket

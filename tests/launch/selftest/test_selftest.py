@@ -1,5 +1,5 @@
-"""``tandem selftest``: a broken subject fails its own check by name, with a fix, and the others go on; what is left
-behind, what the report tells, and what it keeps to itself."""
+"""``tandem selftest``: a broken subject fails its own check by name, with a fix, and the other checks continue; what is
+left behind; what the report has, and what it leaves out."""
 
 import errno
 import json

@@ -79,7 +79,7 @@ def model(tmp_path_factory) -> Path:
         (["--threshold", "1.5"], ["--threshold 1.5", "between 0 and 1"]),
         (["--out", "run.yaml"], ["--out: run.yaml exists already", "name a new folder"]),
         (["rollout.top_p=0.9"], ["top_p", "full one"]),
-        (["rollout.top_k=20"], ["rollout.top_k", "of the full softmax", "give rollout.top_k=-1"]),
+        (["rollout.top_k=20"], ["rollout.top_k", "of the full softmax", "set rollout.top_k=-1"]),
     ],
 )
 def test_bad_options_are_one_clear_error_with_nothing_started(tmp_path, model, options, expected):
@@ -179,7 +179,7 @@ def test_why_asks_the_first_server_for_experts_where_the_model_has_them(tmp_path
 def test_modes_of_the_server_are_for_cuda(tmp_path, model):
     with pytest.raises(ValueError, match=r"not on CPU.*leave 'deterministic' out"):
         make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), gpus=0)
-    with pytest.raises(ValueError, match="the first one must be a layout alone"):
+    with pytest.raises(ValueError, match="the first one must be a layout without a mode"):
         make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), gpus=8)
     plan = make_plan(
         request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), gpus=8
@@ -217,7 +217,7 @@ def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
     load = loading(file)
     make_plan(request(prompts=8), load, gpus=0)
     with pytest.raises(
-        ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for at most so many"
+        ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for no more than these"
     ):
         make_plan(request(prompts=9), load, gpus=0)
 

@@ -1,5 +1,5 @@
-"""Checkpoints: going on equals never having stopped, bitwise; a failed or partial one is never picked and
-harms no other."""
+"""Checkpoints: a resumed run equals one that never stopped, bitwise; a failed or partial checkpoint is never picked
+and harms no other."""
 
 import errno
 import json

@@ -1,5 +1,5 @@
-"""A checkpoint with one bit that is not as it was written: never loaded; the run goes on from the one before
-and says so."""
+"""A checkpoint with one flipped bit is never loaded; the run continues from the checkpoint before it and says
+so."""
 
 import errno
 import io

@@ -1,5 +1,5 @@
-"""A checkpoint that somebody made to run code: whichever file holds it, nothing runs and one error says so.
-Its hashes are in order."""
+"""A checkpoint that somebody made to run code: whichever file holds the code, it does not run, and one error says
+so. The hashes are right."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What is changed of torch and Megatron before use: the stand-ins without CUDA alone, the optimizer's repair
+"""Changes to torch and Megatron before use: the stand-ins only without CUDA, the repair of the optimizer
 everywhere."""
 
 import os

@@ -1,4 +1,4 @@
-"""The kernels of GPUs, on one where there is one, else in Triton's interpreter."""
+"""The GPU kernels, on a GPU if there is one, else in Triton's interpreter."""
 
 import os
 import subprocess

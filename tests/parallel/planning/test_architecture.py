@@ -1,4 +1,4 @@
-"""What can be known of a model from config.json alone: refused by name before anything starts, and without torch."""
+"""Errors that a model's config.json alone shows: refused by name before anything starts, and without torch."""
 
 import json
 

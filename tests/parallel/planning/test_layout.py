@@ -1,4 +1,4 @@
-"""What can be known of a layout from config.json alone: refused by name before anything starts, and without torch."""
+"""Errors of a layout that config.json alone shows: refused by name before anything starts, and without torch."""
 
 import re
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
 """Broken weights are named by their headers alone, before a process starts; what the headers allow is what
-the learner loads. What is written may be read by whom the umask and the folder above let."""
+the learner loads. The umask and the folder above decide who may read written files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Buckets: what is in them, and when their bytes may be overwritten; and the end of a group whose broadcast has none."""
+"""Buckets: what is in them, and when their bytes may be overwritten; and leaving a group whose broadcast never ends."""
 
 import itertools
 import threading

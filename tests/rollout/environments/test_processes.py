@@ -1,5 +1,5 @@
-"""Episodes in real processes around a deterministic engine. One fault each: the other siblings are scored, the
-baseline is theirs alone, and no process is left."""
+"""Episodes in real processes around a deterministic engine. After each fault the other siblings are scored, only
+they make the baseline, and no process is left."""
 
 import asyncio
 import math

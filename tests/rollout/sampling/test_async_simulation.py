@@ -1,4 +1,4 @@
-"""``benchmarks/async_simulation.py`` where the answer is known: the learner is so slow that nothing waits for samples."""
+"""``benchmarks/async_simulation.py`` on a case with a known answer: the learner is so slow that it never waits."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""A GPU that is none, for tests of the learner without one.
+"""A pretended GPU, for tests of the learner without a GPU.
 
-Its tensors lie in the host's memory, and what is done with them is done by the CPU. But torch takes it for a device of its own:
-a tensor of it beside one of the CPU in an operation, in a collective or under numpy is refused, as on CUDA (``device.cpp``).
+Its tensors lie in the host's memory, and the CPU computes with them. But for torch it is a separate device. As on CUDA, it
+refuses its tensors under numpy, and next to tensors of the CPU in an operation or a collective (``device.cpp``).
 The product computes on it as on a GPU (``platform.is_gpu``). What it does not show: CUDA's kernels, streams and NCCL.
 """
 
@@ -33,7 +33,7 @@ def built_in(folder: Path) -> Path:
 
 
 def build(folder: Path) -> Path | None:
-    """Compile the device into ``folder``, half a minute of one core; None where that cannot be done."""
+    """Compile the device into ``folder``, half a minute of one core; None if that is not possible."""
     if not can_be_built():
         return None
     library, of_torch = built_in(folder), Path(torch.__file__).parent
@@ -53,7 +53,7 @@ def build(folder: Path) -> Path | None:
 
 
 def use() -> None:
-    """Make it this process's device, where ``VARIABLE`` names it; before engines are made."""
+    """Make it this process's device, if ``VARIABLE`` names it. Call this before engines are made."""
     if VARIABLE not in os.environ:
         return
     device = _loaded(Path(os.environ[VARIABLE]))

@@ -36,7 +36,7 @@ class Cluster:
     env: dict[str, str]
     """Of every command: how Slurm's commands find this Slurm, and how ours are found."""
     logs: list[Path] = field(default_factory=list)
-    """Files or folders of logs, whose ends are shown where something is waited for in vain."""
+    """Files or folders of logs, whose ends are shown if a wait fails."""
 
     def command(self, *command: str, on: str | None = None) -> list[str]:
         """The command line that runs ``command`` on a host; by default on the first."""
@@ -62,7 +62,7 @@ class Cluster:
     def run(
         self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = ANSWER_S
     ) -> str:
-        """What the command prints; a test that calls for one that fails, fails with its words."""
+        """The command's output. If the command fails, the test fails with its output."""
         done = self._run(*command, on=on, cwd=cwd, timeout_s=timeout_s)
         assert done.returncode == 0, (
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{self.ends_of_logs()}"
@@ -83,7 +83,7 @@ class Cluster:
         )
 
     def ask(self, *command: str) -> str:
-        """What Slurm's controller answers; asked again where it is too busy to."""
+        """The answer of Slurm's controller; asked again if it is too busy."""
         deadline = time.monotonic() + ANSWER_S
         while (done := self._run(*command)).returncode != 0 and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -119,8 +119,8 @@ class Cluster:
             time.sleep(0.5)
 
     def cut(self) -> None:
-        """The link between the hosts carries nothing any more; to hosta, where learner and sampler are, all
-        just goes unanswered."""
+        """Cut the link between the hosts. On hosta, where learner and sampler are, every request stays
+        unanswered."""
         self._link("down")
 
     def mend(self) -> None:
@@ -214,7 +214,7 @@ def _held(kind: str) -> Iterator[Cluster]:
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process' own, less what a job or torchrun around the tests would have set."""
+    """This process's environment without the variables that a job or torchrun around the tests would have set."""
     own = {
         name: value
         for name, value in os.environ.items()
@@ -229,8 +229,7 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _skip_without(*, slurm: bool) -> None:
-    """Skips, with the reason, where there cannot be such a cluster; whatever goes wrong beyond that is a
-    failure."""
+    """Skip, with the reason, if there cannot be such a cluster. Every other problem is a failure."""
     if os.geteuid() != 0:
         pytest.skip("needs root: Slurm's daemons and network namespaces")
     needed = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol") * slurm + (

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# hold.sh hosts|slurm-hosts: the cluster in $TANDEM_CLUSTER is up ($TANDEM_CLUSTER/up) for as long as whoever started this keeps its
-# standard input open. Then nothing of it is left: whether that process closed it, failed, was interrupted or killed.
+# hold.sh hosts|slurm-hosts: the cluster in $TANDEM_CLUSTER is up ($TANDEM_CLUSTER/up) as long as the process that started this script
+# keeps its standard input open. Then nothing of it is left, whether that process closed it, failed, was interrupted or killed.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 trap 'exit 1' TERM INT HUP

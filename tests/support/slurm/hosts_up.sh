@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two "hosts" on one machine, hosta (10.77.0.1) and hostb (10.77.0.2): network namespaces joined by a link, each with its own host name.
 # Needs root. Namespaces are named after the folder of the cluster, so that several clusters do not meet; they have addresses of their own.
-# Cut and mend the link: ip -n NAMESPACE-OF-HOSTB link set link0 down|up
+# Cut and restore the link: ip -n NAMESPACE-OF-HOSTB link set link0 down|up
 set -euo pipefail
 BASE=${TANDEM_CLUSTER:?the folder of the cluster}
 A=$(basename "$BASE")-hosta B=$(basename "$BASE")-hostb NET=10.77.0

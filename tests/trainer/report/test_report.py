@@ -212,7 +212,7 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
         "Accuracy after 60.0% ± 2.4% at step 40",
         "Steps 40 of 40",
         "Running time 5m20s",
-        "of a weighted reward the part that decides counts alone",
+        "In a weighted reward only the part that decides counts",
         "sync 10.2 4% checkpoint 10.0 4% other",
     ):
         assert fact in page.text
@@ -243,7 +243,7 @@ def test_a_finished_run_that_goes_on_to_more_steps_is_not_finished(tmp_path, rec
     summary = {"accuracy_before": 0.1, "accuracy_after": 0.9, "steps": 20, "seconds": {"training": 1e4}}
     folder = make_run(tmp_path / "run", range(recorded + 1), summary=summary, metrics=some_metrics)
     text = Page(write_report(folder)).text
-    assert "summary.json is of step 20, before the run went on: it is not finished" in text
+    assert "summary.json is of step 20, before the run continued: it is not finished" in text
     assert f"Steps {recorded} of 40" in text and "Accuracy so far 40.0%" in text
     assert f"Running time so far {recorded // 10}m" in text and "Accuracy after" not in text
 
@@ -281,7 +281,7 @@ def test_a_traced_step_is_drawn_on_one_clock(tmp_path):
         "learner rank 1",
         "requests (≤ 1)",
     ]
-    assert axes.get_xlim() == (0, 6) and axes.get_xlabel() == "seconds from the begin of step 3"
+    assert axes.get_xlim() == (0, 6) and axes.get_xlabel() == "seconds since the start of step 3"
     bars = [path.get_extents() for bar in axes.collections[:2] for path in bar.get_paths()]
     assert [(bar.x0, bar.x1) for bar in bars] == [(0, 2), (2, 6)], "sampling and update of rank 0"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["sampling", "update"]
@@ -392,7 +392,7 @@ def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
     path = write_report(make_run(tmp_path / "run", range(1, 20), metrics=metrics))
     assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
     text, rounding = Page(path).text, "mismatch/k3, mismatch/weight_max, mismatch/weight_std, mismatch/ess"
-    assert f"rests, so not drawn: {rounding}, mismatch/by_length/*." in text
+    assert f"around the value at rest, so not drawn: {rounding}, mismatch/by_length/*." in text
     assert "mismatch/response_abs_prob_max_share is 1 in the first bin (≤ 0.001)" in text
 
 
@@ -760,7 +760,7 @@ def test_the_page_tells_alarms_in_full(tmp_path):
 
 def test_a_run_without_alarms_says_so(tmp_path):
     text = Page(write_report(make_run(tmp_path / "run", range(5), metrics=few_metrics))).text
-    assert "No alarms: nothing left its level in the 4 recorded steps." in text and "Turned off" not in text
+    assert "No alarms: no metric left its level in the 4 recorded steps." in text and "Turned off" not in text
 
 
 # ---- the rest of the page

@@ -145,7 +145,7 @@ def test_alarms_of_the_gap_tell_what_of_it_is_staleness():
     (aged,) = check_alarms(wide | {"staleness/mean": 1.5, "staleness/by_lag/le_0/k3": 2e-5}, AlarmsConfig())
     assert (
         aged.message
-        == f"{plain.message} Here tokens lag by 1.5 versions in the mean: k3 of the fresh ones, 2e-05, is the engines' "
+        == f"{plain.message} Here tokens lag by 1.5 versions on average: k3 of the fresh ones, 2e-05, is the engines' "
         + ("own gap; mismatch/k3, 0.3, has both.")
     )
     (old,) = check_alarms(wide | {"staleness/mean": 2.0}, AlarmsConfig())

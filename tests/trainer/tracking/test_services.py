@@ -1,5 +1,5 @@
 """Copies of metrics.jsonl: what TensorBoard's own reader and a reader of W&B's offline file find in them, beside steps that
-are joined, done again, or added while a copy goes on."""
+are joined, run again, or added during a copy."""
 
 import json
 import socket
