@@ -77,7 +77,8 @@ class RunFolder:
         self.hf = path / "hf"
         self.export = path / "export"
         self.export_request = path / ".export.json"
-        """The step that a command wants its export role to export; removed once that role has ended."""
+        """The step that a command wants its export role to export, None for the newest, whose step the role fills in; removed
+        once that role has ended."""
         self.adapter = path / "adapter"
         self.exported_adapter = path / "export-adapter"
         self.figures = path / "figures"
