@@ -23,7 +23,7 @@ from launch.processes.run_folder import RunFolder
 from launch.processes.started_by import read_commands
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
-from parallel.checkpoints.files import MANIFEST, step_of
+from parallel.checkpoints.files import MANIFEST, step_of, text_of
 from rollout.terminal_text import on_one_visible_line, tandem_command, visible
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
@@ -144,7 +144,11 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
-        lines = visible(errors[0].read_text(errors="replace")).strip().splitlines()
+        try:
+            text = text_of(errors[0], errors="replace")
+        except OSError as error:
+            text = f"{errors[0]} cannot be read ({error.strerror})"
+        lines = visible(text).strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if in_slurm.startswith(SILENT):
