@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import yaml
+
 from configs.loader import load_config
 from configs.reading.named_files import TOKENIZERS
 from configs.schema import RunConfig
@@ -17,7 +19,7 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
-from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
+from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder, text_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import read_file
 
@@ -40,8 +42,24 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
     busy = f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
     with _writing_alone(out), _lock_where_possible(folder.export_lock, busy) or contextlib.nullcontext():
         exported = _export(folder, out, adapter=adapter, step=step)
+    if not adapter:
+        _tell_of_missing(folder, out)
     what = "the adapters" if adapter else "the model"
     print(f"exported {what} of step {exported} to {out}", flush=True)
+
+
+def _tell_of_missing(folder: RunFolder, out: Path) -> None:
+    """Name the files beside the weights that model.path has and the export lacks: a program may then end answers or render
+    chats in another way. model.path may be gone by now."""
+    from parallel.weights.hf_headers import COMPANIONS
+
+    try:
+        source = Path(yaml.safe_load(text_of(folder.config))["model"]["path"])
+        lost = [name for name in COMPANIONS if (source / name).is_file() and not (out / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
+        return
+    if lost:
+        print(f"{out} lacks {', '.join(lost)}, which {source} has; copy from there what you need", flush=True)
 
 
 def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
