@@ -106,6 +106,8 @@ def read_trace(run: Path) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[Any]:
+    if not path.is_file():  # whoever opens a pipe waits for its writer
+        raise ValueError(f"{path} is not a regular file; remove it")
     content = path.read_bytes()
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:

@@ -16,6 +16,7 @@ from configs.schema import RunConfig
 from launch.checks.node import Finding, fail, ok, warn
 from launch.processes.addresses import own_address
 from launch.processes.run_folder import RunFolder
+from parallel.checkpoints.files import text_of
 
 BY_KEY = "the run's key"
 BY_ADDRESS = "its address alone"
@@ -65,7 +66,7 @@ def sockets_of(folder: RunFolder) -> Iterator[Finding]:
 
 def _processes(folder: RunFolder) -> Iterator[tuple[str, psutil.Process]]:
     for file in sorted(folder.roles.glob("*.json")):
-        announced = json.loads(file.read_text())
+        announced = json.loads(text_of(file))
         if announced.get("host") != socket.gethostname():
             continue
         try:
@@ -90,7 +91,7 @@ def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
     """Pairs (what, protection) by port."""
     ports = {}
     for file in folder.roles.glob("*.json"):
-        announced = json.loads(file.read_text())
+        announced = json.loads(text_of(file))
         ports |= {urlsplit(url).port: ("SGLang, HTTP", BY_KEY) for url in announced.get("urls", ())}
         if file.stem == "sample":
             ports[urlsplit(announced["address"]).port] = ("groups for the learner, ZeroMQ CURVE", BY_KEY)

@@ -9,6 +9,7 @@ from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder, may_be_run
 from launch.tables import aligned
+from parallel.checkpoints.files import text_of
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.console import duration
@@ -45,7 +46,7 @@ def _written_and_row(folder: RunFolder) -> tuple[float, tuple[str, str, str, str
 def _row(folder: RunFolder) -> tuple[str, str, str, str, str]:
     """Name, state, step, held-out accuracy and reward; a dash for an unknown value."""
     try:
-        config = yaml.safe_load(folder.config.read_text())
+        config = yaml.safe_load(text_of(folder.config))
         kind, steps = config.get("kind", "train"), config.get("steps")
     except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError):
         return folder.path.name, "config.yaml is not readable", "-", "-", "-"

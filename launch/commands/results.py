@@ -1,11 +1,14 @@
 """``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, to pass on."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+import yaml
 
 from configs.loader import load_config
 from configs.reading.named_files import TOKENIZERS
@@ -16,7 +19,7 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
-from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
+from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder, text_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import read_file
 
@@ -38,8 +41,25 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
     step = _best_step(folder) if best else None
     busy = f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
     with _writing_alone(out), _lock_where_possible(folder.export_lock, busy) or contextlib.nullcontext():
-        _export(folder, out, adapter=adapter, step=step)
-    print(f"exported to {out}", flush=True)
+        exported = _export(folder, out, adapter=adapter, step=step)
+    if not adapter:
+        _tell_of_missing(folder, out)
+    what = "the adapters" if adapter else "the model"
+    print(f"exported {what} of step {exported} to {out}", flush=True)
+
+
+def _tell_of_missing(folder: RunFolder, out: Path) -> None:
+    """Name the files beside the weights that model.path has and the export lacks: a program may then end answers or render
+    chats in another way. model.path may be gone by now."""
+    from parallel.weights.hf_headers import COMPANIONS
+
+    try:
+        source = Path(yaml.safe_load(text_of(folder.config))["model"]["path"])
+        lost = [name for name in COMPANIONS if (source / name).is_file() and not (out / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
+        return
+    if lost:
+        print(f"{out} lacks {', '.join(lost)}, which {source} has; copy from there what you need", flush=True)
 
 
 def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
@@ -92,8 +112,8 @@ def _best_step(folder: RunFolder) -> int:
     return step
 
 
-def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) -> None:
-    """step: None for the newest."""
+def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) -> int | None:
+    """Returns the step that was exported. step: None for the newest."""
     finished, exported = folder.hf, folder.export
     if adapter:
         finished, exported = folder.adapter, folder.exported_adapter
@@ -102,8 +122,9 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
     try:
         is_final = step is None and folder.has_final_model()
         if not is_final:
-            _export_checkpoint(folder, step)
+            exported_step = _export_checkpoint(folder, step)
         else:
+            exported_step = folder.steps_of_model([])
             _check_finished(folder, adapter=adapter)
         with _one_error_for(out, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
@@ -112,6 +133,7 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
             else:
                 shutil.move(exported, partial)  # copied only where OUT is on another disk
             partial.rename(out)
+        return exported_step
     finally:
         for left in (partial, folder.export, folder.exported_adapter):
             shutil.rmtree(left, ignore_errors=True)
@@ -173,8 +195,8 @@ def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
         ) from error
 
 
-def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
-    """Into the run's own ``export/``, and adapters into ``export-adapter/``."""
+def _export_checkpoint(folder: RunFolder, step: int | None) -> int | None:
+    """Into the run's own ``export/``, and adapters into ``export-adapter/``. Returns the step."""
     if folder.newest_checkpoint() is None:
         refuse_warm_start(folder)
         reason = folder.damage_of_newest()
@@ -187,6 +209,7 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
     folder.forget("export-rank")
     exporting = role("export-rank", folder, config, show_stdout=True)
     run_to_end(exporting, grace_s=config.launch.stop_grace_s)
+    return json.loads(folder.export_request.read_text())["step"]
 
 
 def report(run: Path, against: Sequence[Path] = ()) -> None:

@@ -20,10 +20,11 @@ from configs.schema.launch import EvaluationConfig
 from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
+from launch.processes.started_by import read_commands
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
-from parallel.checkpoints.files import MANIFEST, step_of
-from rollout.terminal_text import tandem_command, visible
+from parallel.checkpoints.files import MANIFEST, step_of, text_of
+from rollout.terminal_text import on_one_visible_line, tandem_command, visible
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.console import duration
@@ -83,6 +84,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
     state = _state(folder, config, in_slurm, damaged)
     running = state.startswith("running")
     lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
+    lines += _command_lines(_read(read_commands, folder.commands, damaged) or [])
     if job is not None:
         start = f", start {job['restart'] + 1}" if job["restart"] else ""
         lines.append(("job", f"{job['job_id']} {in_slurm}{start}"))
@@ -142,7 +144,11 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
-        lines = visible(errors[0].read_text(errors="replace")).strip().splitlines()
+        try:
+            text = text_of(errors[0], errors="replace")
+        except OSError as error:
+            text = f"{errors[0]} cannot be read ({error.strerror})"
+        lines = visible(text).strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if in_slurm.startswith(SILENT):
@@ -159,6 +165,16 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     if folder.newest_checkpoint() is None:
         return ended
     return f"{ended}; {unless}it continues with `{next_command(folder)}`"
+
+
+def _command_lines(commands: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The command that started the run, and the last one that resumed it."""
+    texts = [on_one_visible_line(f"{each['command']} ({each['time']})") for each in commands]
+    lines = [("started by", text) for text in texts[:1]]
+    if len(texts) > 1:
+        earlier = f", and {counted(len(texts) - 2, 'time')} before" if len(texts) > 2 else ""
+        lines.append(("resumed by", f"{texts[-1]}{earlier}"))
+    return lines
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:

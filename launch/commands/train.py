@@ -36,7 +36,7 @@ from launch.roles.start import (
     wait_ready,
 )
 from launch.slurm.job import is_finished
-from parallel.checkpoints.files import step_of
+from parallel.checkpoints.files import best_step, missing, step_folder, step_of
 from rollout.terminal_text import tandem_command
 
 if TYPE_CHECKING:
@@ -307,6 +307,10 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
         print(
             f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
         )
+        if (best := summary.get("accuracy_best_step")) not in (None, step):
+            print(
+                f"best:        {summary['accuracy_best']:.1%} after step {best}; {_checkpoint_of_best(folder, best)}"
+            )
     uri = without_credentials(tracking_uri(config, folder.path))
     page, model = folder.report, folder.hf
     tandem = partial(_typed_here, "tandem")
@@ -323,6 +327,20 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
         init = tandem("init", "FOLDER")
         print(f"your own:    {init} writes a config, a reward and example data to start from")
     sys.stdout.flush()
+
+
+def _checkpoint_of_best(folder: RunFolder, step: int) -> str:
+    """Where the weights of the step with the best held-out accuracy are."""
+    checkpoint = step_folder(folder.checkpoints, step)
+    if missing(checkpoint) is not None:
+        return "no checkpoint of it was kept (checkpoint.keep_best=eval/accuracy keeps it)"
+    try:
+        is_named = best_step(folder.checkpoints) == step
+    except ValueError:
+        is_named = False
+    if not is_named:  # kept by checkpoint.every; or the best by another metric is another step
+        return f"its checkpoint is {checkpoint}"
+    return f"{_typed_here('tandem', 'export', folder.path, 'OUT', '--best')} writes its model"
 
 
 def _typed_here(name: str, *arguments: object) -> str:

@@ -4,6 +4,7 @@ import re
 import shlex
 
 from launch.processes.run_folder import RunFolder
+from parallel.checkpoints.files import text_of
 from rollout.terminal_text import tandem_command
 
 
@@ -30,7 +31,7 @@ def job_command(folder: RunFolder) -> str:
 
 def _is_of_another(folder: RunFolder) -> bool:
     """Whether the batch script runs another folder, from which this one was moved or copied."""
-    runs = re.search(r" -m launch job (.+)$", folder.script.read_text(), re.MULTILINE)
+    runs = re.search(r" -m launch job (.+)$", text_of(folder.script), re.MULTILINE)
     return runs is not None and runs[1] != shlex.quote(str(folder.path.resolve()))
 
 

@@ -11,6 +11,7 @@ job.json           the Slurm job that runs it, or ran it last         restarts.j
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 hf-step-8/         that of step 8, if the run continued after it     adapter-step-8/               and its adapters
 config-step-8.yaml the config up to step 8, after which a resume changed it
+commands.jsonl     the commands that started and resumed it, without secrets (launch/processes/started_by.py)
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 a resumed run continues it
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, which only its owner can read: servers and sampler refuse requests without it
@@ -35,6 +36,7 @@ from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
 from launch.processes.locks import holders_of, locked
+from launch.processes.started_by import record_command
 from parallel.checkpoints.files import (
     latest_valid,
     missing,
@@ -59,6 +61,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.yaml"
+        self.commands = path / "commands.jsonl"
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.console = path / "console.log"
@@ -77,7 +80,8 @@ class RunFolder:
         self.hf = path / "hf"
         self.export = path / "export"
         self.export_request = path / ".export.json"
-        """The step that a command wants its export role to export; removed once that role has ended."""
+        """The step that a command wants its export role to export, None for the newest, whose step the role fills in; removed
+        once that role has ended."""
         self.adapter = path / "adapter"
         self.exported_adapter = path / "export-adapter"
         self.figures = path / "figures"
@@ -292,6 +296,7 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     folder = RunFolder(new_path(runs_dir, name))
     with _writing_in("launch.runs_dir", runs_dir):
         write_whole(folder.config, config_yaml.encode(), flush=True)
+        record_command(folder.commands)
     return folder
 
 
@@ -307,10 +312,11 @@ def keep_config(folder: RunFolder) -> Path:
 
 
 def change_config(folder: RunFolder, config_yaml: str) -> None:
-    """Replace the config of a resumed run. Raises ConfigError where it cannot be written; the old config then
-    stays."""
+    """Replace the config of a resumed run, and record the command. Raises ConfigError where it cannot be written; the old
+    config then stays."""
     with _writing_in("resume", folder.path):
         write_whole(folder.config, config_yaml.encode(), flush=True)
+        record_command(folder.commands)
 
 
 def new_path(runs_dir: Path, name: str) -> Path:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -326,6 +326,8 @@ FAILED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+) \(pid: (
 """An entry of torchrun's table of failed ranks. torchrun's line about the first failure is not used: if several ranks had ended
 when it looked, it names the lowest rank, which may only have lost another one."""
 ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
+BY_TORCHRUN = re.compile(r"^[A-Z]\d{4} .*torch/distributed/elastic/", re.MULTILINE)
+"""How a line of torchrun itself begins. The rest of the log is its traceback and its table of failed ranks."""
 AGENT_LINES = 200
 """Lines of a log in which torchrun's words are looked for."""
 
@@ -347,10 +349,32 @@ def _cause_text(running: _Running) -> str:
     }
     if error and deaths:
         error = f"another rank, which lost it, said: {error}"
-    last_words = error or running.last_lines(LAST_LINES)
-    if not last_words and shutil.disk_usage(role.log.parent).free < FULL_BYTES:
+    last_words = error or _own_last_lines(running, deaths)
+    if (
+        not last_words
+        and not _are_all_killed(deaths)
+        and shutil.disk_usage(role.log.parent).free < FULL_BYTES
+    ):
         last_words = f"the disk of {role.log.parent} is full, so it could not write why; free space"
-    return textwrap.indent(visible("\n".join([*deaths, last_words])), "    ")
+    return textwrap.indent(visible("\n".join(filter(None, [*deaths, last_words]))), "    ")
+
+
+def _own_last_lines(running: _Running, deaths: Collection[str]) -> str:
+    """The last lines of a role that left no error. If ranks are known to have died (``deaths``), torchrun's own lines say
+    nothing more and are left out, and so is what a rank printed before a SIGKILL, which it could not foresee."""
+    if not deaths:
+        return running.last_lines(LAST_LINES)
+    if _are_all_killed(deaths):
+        return ""
+    said = running.last_lines(AGENT_LINES)
+    begun = BY_TORCHRUN.search(said)
+    own = said if begun is None else said[: begun.start()]
+    return "\n".join(own.rstrip().splitlines()[-LAST_LINES:])
+
+
+def _are_all_killed(deaths: Collection[str]) -> bool:
+    """Whether ranks are known to have died, all by SIGKILL."""
+    return bool(deaths) and all(death.endswith(how_it_ended(-signal.SIGKILL)) for death in deaths)
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:

@@ -28,7 +28,7 @@ from launch.processes.supervisor import KILL_TIMEOUT_S, Role, RoleFailed, Superv
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import print_over
-from parallel.checkpoints.files import step_of
+from parallel.checkpoints.files import step_of, text_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import write_whole
 from trainer.tracking.console import duration
@@ -74,7 +74,7 @@ class Sweep:
         path elsewhere."""
         try:
             runs = {
-                str(name): str(folder) for name, folder in json.loads(self.memory.read_text())["runs"].items()
+                str(name): str(folder) for name, folder in json.loads(text_of(self.memory))["runs"].items()
             }
             for name in [*runs, *runs.values()]:
                 if name in ("", "..") or Path(name).name != name:

@@ -103,7 +103,8 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
     run.learner.save_adapter(folder.adapter)
     if tracker is not None:
         training_s += tracker.elapsed_before_s
-        write_summary(folder, seconds={"start_up": start_up_s, "training": training_s})
+        seconds = {"start_up": start_up_s, "training": training_s}
+        write_summary(folder, seconds=seconds, max_failed=run.config.alarms.reward_failed_max)
         for artifact in (*written_report(folder, run.config, tracker), folder.summary):
             tracker.artifact(artifact)
 

@@ -7,15 +7,22 @@ from launch.processes.run_folder import RunFolder, write_json
 from trainer.metric_names import TIME_PARTS, known
 from trainer.tracking.metrics_file import read_metrics
 
-ACCURACY = known("eval/accuracy")
+ACCURACY, FAILED = known("eval/accuracy"), known("eval/failed_fraction")
 
 
-def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
-    """Write accuracy at step 0 and at the last evaluation with its step (None without one), steps, and seconds per
-    part."""
+def write_summary(
+    folder: RunFolder, *, seconds: Mapping[str, float], max_failed: float | None = None
+) -> dict:
+    """Write accuracy at step 0, at the last evaluation and at the best one after a step, with their steps (None
+    without one), steps, and seconds per part.
+
+    max_failed: an evaluation with a larger share of failed rewards cannot be the best; None: any can."""
     steps = read_metrics(folder.metrics)
     measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
     last = max(measured, default=0)
+    unsound = {s["step"] for s in steps if max_failed is not None and (s.get(FAILED) or 0.0) > max_failed}
+    sound = [step for step in sorted(measured) if step > 0 and step not in unsound]
+    best = max(sound, key=measured.__getitem__, default=None)
     spent: dict[str, float] = defaultdict(float)
     for step in steps:
         for part in TIME_PARTS:
@@ -24,6 +31,8 @@ def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
         "accuracy_before": measured.get(0),
         "accuracy_after": measured[last] if last > 0 else None,
         "accuracy_after_step": last if last > 0 else None,
+        "accuracy_best": measured[best] if best is not None else None,
+        "accuracy_best_step": best,
         "steps": max((s["step"] for s in steps), default=0),
         "seconds": {part: round(value, 2) for part, value in (spent | dict(seconds)).items()},
     }

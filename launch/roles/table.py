@@ -20,7 +20,7 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig
 from launch.processes.addresses import role_environment
 from launch.processes.heartbeat import Pulse, stopped_note
 from launch.processes.placement import serve_roles
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import end_with_parent, exit_now
 from launch.processes.unheard import go_on_unheard
 from launch.roles.command_line import IN_JOB, MEGATRON_ROLES
@@ -32,7 +32,7 @@ from launch.selftest.ranks import run_part
 from launch.studies.mismatch import draw, score
 from launch.studies.replay import answer_request
 from launch.studies.verify_sync import send_other_weights
-from parallel.checkpoints.files import step_folder, step_folders
+from parallel.checkpoints.files import step_folder, step_folders, step_of
 from rollout.servers.watched_process import guard_session
 from tracing import Recorder, install
 
@@ -66,21 +66,22 @@ def supervised(folder: RunFolder, config: SftConfig) -> None:
 
 def export(folder: RunFolder, config: RunConfig) -> None:
     """Export the newest checkpoint of a run, or the one that the command requests, into its ``export/`` folder, and its
-    adapters into ``export-adapter/``. One process does this for a checkpoint of any layout."""
+    adapters into ``export-adapter/``. The request then names the step. One process does this for a checkpoint of any layout."""
     from trainer.learner import Learner
 
     learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
     step = json.loads(folder.export_request.read_text())["step"]
     if step is None:
-        load_newest(folder, learner.engine)
+        write_json(folder.export_request, {"step": load_newest(folder, learner.engine)})
     else:
         learner.engine.load(step_folder(folder.checkpoints, step))
     learner.save_hf(folder.export)
     learner.save_adapter(folder.exported_adapter)
 
 
-def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
-    """Load the newest complete checkpoint. An active run may remove it meanwhile: it then has a newer one."""
+def load_newest(folder: RunFolder, engine: "MegatronEngine") -> int | None:
+    """Load the newest complete checkpoint and return its step. An active run may remove it meanwhile: it then has a newer
+    one."""
     from parallel.checkpoints.checkpoint import CheckpointError, newest_whole
 
     while True:
@@ -96,7 +97,7 @@ def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
             raise problem
         for wrong in damaged.values():
             print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)
-        return
+        return step_of(whole.folder)
 
 
 BESIDE_A_RUN = ("export-rank", "replay-rank")

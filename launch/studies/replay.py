@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.processes.run_folder import RunFolder, write_json
-from parallel.checkpoints.files import valid_checkpoints
+from parallel.checkpoints.files import text_of, valid_checkpoints
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.metric_names import known
 
@@ -229,4 +229,4 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def read_result(folder: RunFolder, step: int) -> dict[str, Any]:
-    return json.loads(result_file(folder, step).read_text())
+    return json.loads(text_of(result_file(folder, step)))

@@ -43,6 +43,7 @@ from parallel.checkpoints.files import (
     read_again,
     read_manifest,
     share,
+    text_of,
     write_manifest,
 )
 from parallel.checkpoints.hashes import hashed_while_written
@@ -296,7 +297,7 @@ def load(
         scheduler.load_state_dict(loaded["scheduler"])
         if same_processes:
             _set_random_state(loaded["random"])
-        return json.loads((folder / EXTRA).read_text())
+        return json.loads(text_of(folder / EXTRA))
 
     def check_base() -> None:
         if (reason := base_model.why_not(folder, adapters)) is not None:

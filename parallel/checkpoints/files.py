@@ -34,6 +34,8 @@ BEST = "best.json"
 """In the folder of the checkpoints: the step of the best one, if ``checkpoint.keep_best`` keeps it."""
 HASH_THREADS = 4
 """Threads of one process. xxhash releases the interpreter; one thread reads and hashes 5 to 10 GB/s."""
+MOST_BYTES = 1 << 26
+"""Of a file that ``text_of`` reads: far above the manifest of any checkpoint."""
 READ_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
 """Pauses before further reads of a file. On NFS one that another host replaces may fail once (ESTALE), and a server that
 is away for a moment fails all (EIO)."""
@@ -191,9 +193,13 @@ def openable(path: Path) -> Path:
     return path
 
 
-def text_of(path: Path) -> str:
-    """The text of a small file. Raises OSError, see ``openable``."""
-    return openable(path).read_text(encoding="utf-8")
+def text_of(path: Path, *, errors: str = "strict") -> str:
+    """The text of a small file. Raises OSError, see ``openable``, and for a file that would fill the memory.
+
+    errors: of the encoding, as in ``open``."""
+    if openable(path).stat().st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"a file of more than {MOST_BYTES >> 20} MiB", str(path))
+    return path.read_text(encoding="utf-8", errors=errors)
 
 
 def stored_bytes(root: Path) -> int:

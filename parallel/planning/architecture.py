@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.reading.named_files import fix_model_path
+from parallel.checkpoints.files import text_of
 from parallel.planning.config_fields import (
     read_field,
     read_flag,
@@ -166,7 +167,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder. Raises ValueError if the file is missing or not a JSON object."""
     path = Path(folder) / "config.json"
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(text_of(path))
     except OSError as error:
         fix = "give a Hugging Face model folder"
         if isinstance(error, FileNotFoundError):

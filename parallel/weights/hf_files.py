@@ -20,14 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel.weights.hf_headers import INDEX, SINGLE, shard_of_names
+from parallel.weights.hf_headers import COMPANIONS, INDEX, SINGLE, shard_of_names
 
 MAX_SHARD_BYTES = 4 * 1024**3
-# Files that a folder needs beside weights for serving and training.
-COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 TEMPLATES = "additional_chat_templates"
 """A folder of those beside the default one, such as one that renders tools."""
 _FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

@@ -19,6 +19,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Of a folder of ``peft``."""
+COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Files that a folder needs beside weights for serving and training."""
 FLOATING = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
 """Buffers of some published checkpoints that models do not need."""

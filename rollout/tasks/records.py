@@ -26,6 +26,7 @@ Refuse = Callable[[ValueError], object]
 
 MOST_TOLD = 5
 """So many of a file's bad records are told one by one, and the others are counted."""
+FIX_OF_ALL = "correct these records, or remove them"
 _LINES_BETWEEN_REPORTS = 16384
 _ROWS_AT_ONCE = 4096
 _FOREIGN = {
@@ -54,8 +55,9 @@ def at_once(error: ValueError) -> NoReturn:
 
 @contextmanager
 def all_together() -> Iterator[Refuse]:
-    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError tells the first ``MOST_TOLD`` of them, and how
-    many more there are; its text is "errors; fixes", each on a line of its own."""
+    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError tells the first ``MOST_TOLD`` of them, each on
+    a line of its own, and how many more there are; its text is "errors; fix". If the errors have several fixes, each stands
+    behind its error, and the last one is of all."""
     told, count = list[str](), 0
 
     def keep(error: ValueError) -> None:
@@ -68,11 +70,14 @@ def all_together() -> Iterator[Refuse]:
     if not told:
         return
     parts = [text.rpartition("; ") for text in told]
-    errors = [error or fix for error, _, fix in parts]
+    fixes = {fix if error else "" for error, _, fix in parts}
+    if len(fixes) == 1:
+        errors, fix = [error or text for error, _, text in parts], fixes.pop()
+    else:
+        errors, fix = [f"{error} ({text})" if error else text for error, _, text in parts], FIX_OF_ALL
     if count > MOST_TOLD:
         errors.append(f"and {count - MOST_TOLD:,} more")
-    fixes = dict.fromkeys(fix for error, _, fix in parts if error)
-    raise ValueError("; ".join(filter(None, ["\n".join(errors), "\n".join(fixes)])))
+    raise ValueError("; ".join(filter(None, ["\n".join(errors), fix])))
 
 
 def read_records(
@@ -129,11 +134,18 @@ def _read_lines(path: Path, progress: Progress | None, refuse: Refuse) -> Iterat
                 try:
                     record = _decode_leniently(line, path, number)
                 except ValueError as error:
+                    if _begins_array(number, line):  # and so does every other line fail
+                        raise
                     refuse(error)
             if type(record) is dict:
                 yield number, record
             if progress is not None and number % _LINES_BETWEEN_REPORTS == 0:
                 progress(file.tell() / size)
+
+
+def _begins_array(number: int, line: bytes) -> bool:
+    """Whether the file holds an array over several lines, by its first line."""
+    return number == 1 and line.lstrip().startswith(b"[") and not line.rstrip().endswith(b"]")
 
 
 def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
@@ -151,7 +163,7 @@ def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
         ) from error
     except ValueError as error:
         fix = "each line must be one JSON object; correct or remove it"
-        if number == 1 and line.lstrip().startswith(b"["):
+        if _begins_array(number, line):
             fix = "each line must be one JSON object; `jq -c '.[]'` makes lines of an array"
         raise ValueError(f"{place(path, number)}: not valid JSON ({error}); {fix}") from error
     if type(record) is not dict:

@@ -355,9 +355,13 @@ def test_a_resume_says_what_it_changes_and_keeps_the_config_of_the_steps_before(
     assert kept.read_text() == first, "no step was made with 0.5"
 
 
-def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(tmp_path, monkeypatch, model):
+def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(
+    tmp_path, monkeypatch, capsys, model
+):
     def export_newest(role, *, grace_s):
         """In place of the role: it writes a model of the newest checkpoint."""
+        assert json.loads(run.export_request.read_text()) == {"step": None}
+        run.export_request.write_text('{"step": 1}')
         run.export.mkdir()
         (run.export / "weights").write_text("of a checkpoint")
 
@@ -373,12 +377,14 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
         lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)),
     )
     results.export(run.path, tmp_path / "new" / "out")
+    assert f"exported the model of step 1 to {tmp_path / 'new' / 'out'}\n" in capsys.readouterr().out
     assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
     assert (copied, run.export.exists()) == ([], False)
     shutil.copytree(model, run.hf)
     (run.hf / "weights").write_text("of the end")
-    run.summary.write_text('{"steps": 1}')
+    run.summary.write_text('{"steps": 2}')
     results.export(run.path, tmp_path / "out")
+    assert f"exported the model of step 2 to {tmp_path / 'out'}\n" in capsys.readouterr().out
     assert (tmp_path / "out" / "weights").read_text() == (run.hf / "weights").read_text() == "of the end"
     assert [path.name for path in tmp_path.glob(".*")] == []
 
@@ -508,7 +514,37 @@ def test_the_result_tells_the_step_of_the_last_evaluation(tmp_path, capsys, last
     write_summary(folder, seconds={})
     config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
     training.print_result(folder, config)
-    assert f"held-out accuracy: 25.0% before, 50.0% {said}\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"held-out accuracy: 25.0% before, 50.0% {said}\n" in out
+    assert "best:" not in out, "the last is the best"
+
+
+@pytest.mark.parametrize(
+    ("kept", "named", "said"),
+    [
+        (False, None, "no checkpoint of it was kept (checkpoint.keep_best=eval/accuracy keeps it)"),
+        (True, None, "its checkpoint is {0}/checkpoints/step_000002"),
+        (True, 1, "its checkpoint is {0}/checkpoints/step_000002"),
+        (True, 2, " export {0} OUT --best writes its model"),
+    ],
+)
+def test_the_result_tells_the_best_evaluation_and_where_its_weights_are(tmp_path, capsys, kept, named, said):
+    folder = RunFolder(tmp_path)
+    accuracies = {0: 0.75, 1: 0.5, 2: 0.625, 3: 0.7, 4: 0.25}
+    lines = [{"step": step, "eval/accuracy": value} for step, value in accuracies.items()]
+    lines[3]["eval/failed_fraction"] = 0.1
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = write_summary(folder, seconds={}, max_failed=0.05)
+    assert (summary["accuracy_best"], summary["accuracy_best_step"]) == (0.625, 2)
+    if kept:
+        (folder.checkpoints / "step_000002").mkdir(parents=True)
+        write_manifest(folder.checkpoints / "step_000002", world_size=1)
+    if named is not None:
+        (folder.checkpoints / "best.json").write_text(json.dumps({"step": named}))
+    config = RunConfig.model_validate({"steps": 4, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    training.print_result(folder, config)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("best:"))
+    assert line.startswith("best:        62.5% after step 2; ") and line.endswith(said.format(tmp_path))
 
 
 def test_the_result_names_no_report_that_could_not_be_written(tmp_path, capsys):

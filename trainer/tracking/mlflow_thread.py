@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from configs.schema import RunConfig
 from configs.schema.base import without_credentials
+from parallel.checkpoints.files import text_of
 from trainer.file_system import mount_of, open_lock
 from trainer.tracking.provenance import provenance
 
@@ -327,7 +328,7 @@ class MlflowThread(threading.Thread):
 
         if not id_file.exists():
             return False
-        self._tags["tandem.continues_run"] = previous = id_file.read_text(encoding="utf-8").strip()
+        self._tags["tandem.continues_run"] = previous = text_of(id_file).strip()
         try:
             run = self._client.get_run(previous)
         except MlflowException as error:

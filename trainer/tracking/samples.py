@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from parallel.checkpoints.files import openable
 from rollout.records import Group, Trajectory
 
 FOLDER = "samples"
@@ -137,7 +138,7 @@ def forget_samples_after(folder: Path, step: int) -> None:
 def read_samples(path: Path) -> list[Sample]:
     """Raises ValueError for a file that cannot be read, or holds no samples."""
     try:
-        samples = msgspec.json.Decoder(Sample).decode_lines(path.read_bytes())
+        samples = msgspec.json.Decoder(Sample).decode_lines(openable(path).read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as samples of a step: {error}") from error
     if not samples:

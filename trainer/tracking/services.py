@@ -18,6 +18,7 @@ import yaml
 
 from configs.errors import counted
 from configs.schema.base import without_credentials
+from parallel.checkpoints.files import text_of
 from trainer.file_system import write_whole
 from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.mlflow_thread import Status
@@ -119,7 +120,7 @@ class WandbService:
             console="off", disable_code=True, disable_git=True, silent=True, x_disable_stats=True, x_disable_meta=True,
             x_disable_machine_info=True, x_save_requirements=False, host="", username="", email="",
         )  # fmt: skip
-        config = yaml.safe_load((self._dir / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load(text_of(self._dir / "config.yaml"))
         with _its_errors():
             self._run = wandb.init(
                 project=self._project, entity=self._entity, name=self._dir.name,
@@ -147,7 +148,7 @@ class WandbService:
     def _held(self, lines: Sequence[Line]) -> tuple[str, int] | None:
         """(id of the run of an earlier copy, number of lines that it holds), if these are the first of ``lines``."""
         try:
-            held = json.loads(self._file.read_text(encoding="utf-8"))
+            held = json.loads(text_of(self._file))
             id_, count = str(held["id"]), int(held["lines"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
@@ -185,7 +186,7 @@ class TensorBoardService:
             old.unlink()
         # The purge makes a running TensorBoard forget the old file.
         self._writer = SummaryWriter(str(folder), purge_step=0)
-        config = (self._dir / "config.yaml").read_text(encoding="utf-8")
+        config = text_of(self._dir / "config.yaml")
         self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
         last = lines[-1].get("elapsed_s") if lines else None
         newest = (self._dir / "metrics.jsonl").stat().st_mtime if lines else time.time()

@@ -276,6 +276,22 @@ def test_a_model_without_its_tokenizer_is_not_exported_as_if_it_were_whole(finis
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_an_export_names_the_files_that_the_first_model_had(finished, tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(finished.hf, source)
+    finished.config.write_text(json.dumps({"kind": "train", "model": {"path": str(source)}}))
+    results.export(finished.path, tmp_path / "whole")
+    assert "lacks" not in capsys.readouterr().out
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (source / name).write_text("{}")
+    results.export(finished.path, tmp_path / "out")
+    told = f"{tmp_path / 'out'} lacks generation_config.json, chat_template.jinja, which {source} has; copy "
+    assert told in capsys.readouterr().out
+    shutil.rmtree(source)
+    results.export(finished.path, tmp_path / "again")
+    assert "lacks" not in capsys.readouterr().out
+
+
 def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):
     copy = shutil.copytree
 

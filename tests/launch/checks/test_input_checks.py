@@ -462,17 +462,22 @@ def test_every_broken_line_is_told_or_counted():
     assert str(problem).splitlines() == [
         "run.yaml:12", "  field: task.train_path", "  value: train.jsonl (run.yaml:12)",
         "  error: train.jsonl:line 2: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
-        "each line must be one JSON object",
-        "         train.jsonl:line 3: a list, not an object",
-        "         train.jsonl:line 4: field `prompt` is the number 5, not text",
-        "         train.jsonl:line 5: field `answer` is missing",
-        "         train.jsonl:line 6: field `answer` is missing",
+        "each line must be one JSON object (correct or remove it)",
+        '         train.jsonl:line 3: a list, not an object (write each line like {"field": "text", ...})',
+        '         train.jsonl:line 4: field `prompt` is the number 5, not text (write it as text ("5"), or name the field of the prompt in '
+        "the config)",
+        "         train.jsonl:line 5: field `answer` is missing (this record has `prompt`. Rename the field, or name it in the config)",
+        "         train.jsonl:line 6: field `answer` is missing (this record has `prompt`. Rename the field, or name it in the config)",
         "         and 2 more",
-        "  fix:   correct or remove it",
-        '         write each line like {"field": "text", ...}',
-        '         write it as text ("5"), or name the field of the prompt in the config',
-        "         this record has `prompt`. Rename the field, or name it in the config",
+        "  fix:   correct these records, or remove them",
     ]  # fmt: skip
+
+
+def test_a_fix_of_all_broken_lines_is_told_once():
+    train(GOOD + '{"prompt": "1"}\n' * 2)()
+    (problem,) = problems()
+    assert problem.error.splitlines() == [f"train.jsonl:line {n}: field `answer` is missing" for n in (2, 3)]
+    assert problem.fix == "this record has `prompt`. Rename the field, or name it in the config"
 
 
 def test_every_field_that_a_reward_refuses_is_told_or_counted():

@@ -16,18 +16,25 @@ import pytest
 
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
+from launch.checks.sockets import _processes
 from launch.commands import train as training
+from launch.commands.list_runs import run_table
 from launch.commands.logs import log_files
 from launch.commands.status import brief_state, status
 from launch.processes.going_on import next_command, way_on
 from launch.processes.heartbeat import read_beats
 from launch.processes.locks import _kernel_name_of, holders_of
 from launch.processes.run_folder import RunFolder, write_json
+from launch.processes.started_by import read_commands
 from launch.processes.stopping import Stopped
 from launch.processes.supervisor import RoleFailed
+from launch.studies.replay import read_result
 from parallel.checkpoints.files import write_manifest
+from parallel.planning.architecture import read_hf_config
+from tracing.reading import read_trace
 from trainer.tracking.ledger import read_ledger
 from trainer.tracking.metrics_file import GrowingMetrics, read_metrics, rows_from_the_end
+from trainer.tracking.samples import read_samples
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_000_000.0
@@ -513,12 +520,20 @@ def test_lines_that_cannot_be_read_are_named_and_the_rest_is_shown(folder, name)
         ("ledger.jsonl", lambda folder: [*read_ledger(folder.path / "ledger.jsonl")]),
         ("roles/serve.json", lambda folder: folder.read_address("serve")),
         ("roles/rank-0.beat", read_beats),
+        ("commands.jsonl", lambda folder: read_commands(folder.commands)),
+        ("train.sbatch", next_command),
+        ("samples/step_000001.jsonl", lambda folder: read_samples(folder.path / "samples/step_000001.jsonl")),
+        ("hf/config.json", lambda folder: read_hf_config(folder.hf)),
+        ("trace/learn-1.jsonl", lambda folder: read_trace(folder.path)),
+        ("replay/step_000001.json", lambda folder: read_result(folder, 1)),
+        ("roles/serve.json", lambda folder: [*_processes(folder)]),
     ],
 )
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder, monkeypatch, name, read):
     """Who opens a pipe waits for its writer. This writer is for a reader that does open it, and so fails here."""
     monkeypatch.setattr("parallel.checkpoints.files.READ_AGAIN_S", ())
     pipe = folder.path / name
+    pipe.parent.mkdir(exist_ok=True)
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=["x"])
     writer.start()
@@ -526,12 +541,24 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder, monkeypatch, na
         if read is read_beats:
             assert read(folder) == [] and writer.is_alive()
         else:
-            with pytest.raises(OSError, match="not a regular file"):
+            with pytest.raises((OSError, ValueError), match="not a regular file"):
                 read(folder)
     finally:
         if writer.is_alive():
             pipe.read_text()
         writer.join()
+
+
+def test_a_config_or_an_error_that_is_a_pipe_or_huge_is_a_line(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "roles").mkdir(parents=True)
+    folder.config.write_text("name: tiny\nsteps: 40\n")
+    os.mkfifo(folder.error("learn"))
+    state = status(folder).state
+    assert state.startswith("failed, by the learn role: ") and "cannot be read (not a regular file)" in state
+    os.truncate(folder.config, 2**40)  # no reader may take it into the memory
+    assert "config.yaml is not readable" in run_table(tmp_path)
+    assert any("a file of more than 64 MiB" in text for title, text in status(folder).lines)
 
 
 def test_a_damaged_file_of_a_running_run_is_named(folder):

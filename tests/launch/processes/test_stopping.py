@@ -432,10 +432,10 @@ def test_an_announcement_that_a_shared_folder_does_not_give_at_once_is_read_agai
     folder.announce("serve", {"urls": [], "lives": {"http://a:1": 2}})
     read_text, errors = Path.read_text, [errno.ESTALE, errno.EIO]
 
-    def read(path, encoding):
+    def read(path, **named):
         if errors:
             raise OSError(errors.pop(0), "the file system says no")
-        return read_text(path, encoding)
+        return read_text(path, **named)
 
     monkeypatch.setattr(Path, "read_text", read)
     assert read_lives(folder, ["serve"]) == {"http://a:1": 2}

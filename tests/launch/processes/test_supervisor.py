@@ -132,6 +132,33 @@ DEATHS = {
 }  # fmt: skip
 
 
+BY_TORCHRUN = (
+    "E1128 06:41:56.390000 3166 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1\n"
+    "Traceback (most recent call last):\nChildFailedError:\n" + TORCHRUN_SAYS
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "was killed by SIGKILL\n"),
+        (-6, "was killed by SIGABRT\n    a line of a step\n    terminate called\n"),
+        (3, "ended with exit code 3\n    a line of a step\n    terminate called\n"),
+    ],
+)
+def test_a_lone_rank_that_died_is_told_without_the_lines_of_torchrun(tmp_path, code, words):
+    """A killed rank leaves no error. What it printed before tells why, unless it was killed from outside."""
+    said = f"a line of a step\nterminate called\n{BY_TORCHRUN.format(code=code)}"
+    log = tmp_path / "learn.log"
+    command = [sys.executable, "-c", f"import sys; print({said!r}, file=sys.stderr); sys.exit(1)"]
+    with pytest.raises(RoleFailed) as failure, Supervisor(grace_s=1) as supervisor:
+        supervisor.start(Role(name="learn", command=command, log=log, error=tmp_path / "learn.error"))
+        supervisor.wait_until_done("learn")
+    told = f"the learn role ended with exit code 1.\n    rank 1 of this node (pid 4711) {words}Its whole log: {log}"
+    assert str(failure.value) == told
+    assert "ChildFailedError" in log.read_text()
+
+
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, death):
     """The log goes on from one life of a run to the next: what an earlier one died of is not told again."""

@@ -137,7 +137,7 @@ def test_an_export_takes_the_next_checkpoint_where_the_run_goes_on_and_removes_t
     monkeypatch.setattr("parallel.checkpoints.checkpoint.verified", verified)
     for step in (1, 2):
         step_folder(folder.checkpoints, step).mkdir(parents=True)
-    table.load_newest(folder, SimpleNamespace(load=load))
+    assert table.load_newest(folder, SimpleNamespace(load=load)) == 3
     assert loaded[-1] == "step_000003"
     step_folder(folder.checkpoints, 4).mkdir()
     monkeypatch.setattr(

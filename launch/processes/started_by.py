@@ -1,0 +1,75 @@
+"""The commands that started a run and resumed it, without secrets: ``RUN/commands.jsonl``, a line per start."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from configs.schema.base import SECRET, looks_secret, without_credentials
+from parallel.checkpoints.files import text_of
+from trainer.file_system import parse_json
+
+HIDDEN = "…"
+_NOT_HIDDEN = re.compile(r"[-+\d._e]*|true|false|null|~|.*_variables?", re.IGNORECASE)
+_NAMED = re.compile(
+    r"""(?P<name>[\w.-]+)(?P<sign>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,{}\[\]"']+)"""
+)
+"""A name and its value inside an override: ``{api_key: "…"}``."""
+
+
+def record_command(file: Path) -> None:
+    """Add this process's command to the file. Raises OSError."""
+    line = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "folder": os.getcwd(),
+        "command": command_text(sys.argv, os.environ),
+    }
+    with file.open("a", encoding="utf-8") as commands:
+        commands.write(f"{json.dumps(line, ensure_ascii=False)}\n")
+
+
+def command_text(argv: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The command as it can be pasted into a shell, but for what may be a secret: a value whose name says so, a user and a
+    password in an address, and the value of an environment variable whose name says so."""
+    program = Path(argv[0]).name
+    words = ["tandem" if program == "__main__.py" else program, *argv[1:]]
+    return shlex.join(_without_secrets(word, environment) for word in words)
+
+
+def _without_secrets(word: str, environment: Mapping[str, str]) -> str:
+    for name, value in environment.items():
+        if looks_secret(name, value):
+            word = word.replace(value, HIDDEN)
+    key, equals, value = word.partition("=")
+    if equals and _is_secret(key, value):
+        return f"{key}={HIDDEN}"
+    return without_credentials(_NAMED.sub(_hide, word))
+
+
+def _hide(named: re.Match[str]) -> str:
+    value = HIDDEN if _is_secret(named["name"], named["value"]) else named["value"]
+    return f"{named['name']}{named['sign']}{value}"
+
+
+def _is_secret(key: str, value: str) -> bool:
+    """``key``: dotted. A name of a variable is no secret, nor is a number: `max_new_tokens=512`."""
+    name = key.rpartition(".")[2]
+    return SECRET.search(name) is not None and not any(map(_NOT_HIDDEN.fullmatch, (name, value)))
+
+
+def read_commands(file: Path) -> list[dict[str, Any]]:
+    """The recorded commands, the first one first. A line that cannot be read is left out. Raises OSError."""
+    commands = []
+    for line in text_of(file).splitlines():
+        try:
+            found = parse_json(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("time", "command")):
+            commands.append(found)
+    return commands
