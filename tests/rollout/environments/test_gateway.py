@@ -729,6 +729,29 @@ def test_tool_calls_come_and_go_in_openais_form():
     run(test)
 
 
+def test_half_of_a_surrogate_pair_in_a_call_comes_back_with_openais_client():
+    """As the policy can write it in JSON. The client could not send it, so the agent died at its next request."""
+
+    async def parse(text, tools):
+        calls = [{"name": "look", "arguments": {"half": "\ud83d", "whole": "\U0001f642é"}}]
+        return ParsedTurn(content="", calls=calls)
+
+    async def test():
+        conversation = Conversation(renderer_of=ToyRenderer, parse=parse)
+        async with opened(conversation=conversation) as (one,):
+            messages = [user("abc")]
+            for _ in range(2):
+                message = (await one.ask(messages, tools=TOOLS)).choices[0].message
+                (call,) = message.tool_calls
+                assert json.loads(call.function.arguments) == {"half": "\ud83d", "whole": "\U0001f642é"}
+                assert "\U0001f642é" in call.function.arguments
+                reply = {"role": "tool", "tool_call_id": call.id, "content": "four"}
+                messages += [message.model_dump(), reply]
+            assert one.session.num_forks == 0 and one.session.num_turns == 2
+
+    run(test)
+
+
 class Says(FakeEngine):
     """Says given texts, one after another."""
 
