@@ -17,7 +17,7 @@ from rollout.records import Completion, Prompt, Status
 
 
 class Renderer(Protocol):
-    """See ``rendering.ChatRenderer``."""
+    """See ``rendering.ChatRenderer``. Messages that are far too long raise EpisodeEnded."""
 
     end_token_ids: tuple[int, ...]
 

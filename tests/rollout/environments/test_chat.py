@@ -226,14 +226,14 @@ def test_renderers_of_the_last_sets_of_tools_are_kept(monkeypatch):
     class Renderer(ToyRenderer):
         notes = ("odd",)
 
-        def __init__(self, tokenizer, *, tools, arguments) -> None:
+        def __init__(self, tokenizer, *, tools, arguments, most_tokens) -> None:
             super().__init__(tools)
             made.append(tools[0]["name"])
 
     monkeypatch.setattr(loading, "ChatRenderer", Renderer)
     monkeypatch.setattr(loading.logger, "warning", lambda form, *values: told.append(form % values))
     block = ChatEnvironment(environment="a:B")
-    renderer_of = loading.renderers(block, TEXTS.tokenizer, {})
+    renderer_of = loading.renderers(block, TEXTS.tokenizer, {}, most_tokens=400)
     for number in range(200):
         first, other = (renderer_of([{"name": name}]) for name in ("always", number))
         assert first is renderer_of([{"name": "always"}]) and other is not first
