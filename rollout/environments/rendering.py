@@ -78,11 +78,16 @@ def encode_within(tokenizer: "Tokenizer", text: str, most_tokens: int | None) ->
     """The tokens of a text, without special tokens around it. Of one that is far too long the beginning alone is read: the
     tokens of ten megabytes take ten seconds, for which all episodes would wait.
 
-    Raises EpisodeEnded: the beginning has more than twice ``most_tokens`` (None: no limit). A beginning may have a few tokens
-    more than the whole, never twice as many.
+    Raises:
+        EpisodeEnded: the beginning has more than twice ``most_tokens`` (None: no limit). A beginning may have a few tokens more
+            than the whole, never twice as many.
+        ValueError: the beginning has half of a surrogate pair.
     """
     read = len(text) if most_tokens is None else max(LONG_TEXT, CHARACTERS_PER_TOKEN * most_tokens)
-    ids = list(tokenizer.encode(text[:read], add_special_tokens=False))
+    try:
+        ids = list(tokenizer.encode(text[:read], add_special_tokens=False))
+    except TypeError as error:  # of its Rust part, in words of its own
+        raise ValueError("half of a surrogate pair is in them; replace it, for UTF-8 has none") from error
     if len(text) <= read:
         return ids
     if most_tokens is not None and len(ids) > 2 * most_tokens:

@@ -62,6 +62,11 @@ def test_a_text_is_refused_unread_only_where_it_has_more_tokens_than_a_sequence(
         renderer.following([tool("1 2" * 500_000)], sampled_end=True)
 
 
+def test_half_of_a_surrogate_pair_is_refused_in_plain_words():
+    with pytest.raises(ValueError, match="half of a surrogate pair is in them; replace it"):
+        RENDERERS["qwen2_5"].following([tool("half \ud83d")], sampled_end=True)
+
+
 def test_few_tokens_of_a_long_text_are_read():
     """A template may write a long run of blanks, which is one token."""
 
