@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.environments.tandem_worker.failures import readable
 from rollout.environments.tool_calls import ParsedTurn, Tools
 from rollout.records import Completion, Prompt, Status
 
 
 class Renderer(Protocol):
-    """See ``rendering.ChatRenderer``."""
+    """See ``rendering.ChatRenderer``. Messages that are far too long raise EpisodeEnded."""
 
     end_token_ids: tuple[int, ...]
 
@@ -114,7 +115,8 @@ class ChatEpisodes:
             )
             if turn.error is not None:
                 totals.unparsed += 1
-                answer = f"Error: the tool call could not be read: {turn.error}"
+                # The error may name what the policy called: a half of a surrogate pair there has no tokens.
+                answer = readable(f"Error: the tool call could not be read: {turn.error}")
                 messages = [{"role": "user", "content": answer}]
             else:
                 stepped: Stepped = await step(message_of(turn, first_call=totals.calls))
@@ -134,7 +136,7 @@ def _messages_of_the_environment() -> Iterator[None]:
     """Inside, what the template refuses fails the episode."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair has no tokens
         raise EpisodeFailed(Status.FAILED, f"the environment's messages have no tokens: {error}") from error
 
 

@@ -225,9 +225,13 @@ class GatewaySession:
             raise run_failed()
         if self.limit is not None and self.limit.status is Status.TURN_LIMIT:
             raise limit_reached(self.limit)
-        branch = self._continued(request)
-        if branch is None:
-            self._branches.append(branch := self._forked(request))
+        try:
+            branch = self._continued(request)
+            if branch is None:
+                self._branches.append(branch := self._forked(request))
+        except EpisodeEnded as limit:  # a message that is far too long to be read
+            self.limit = limit
+            raise limit_reached(limit) from limit
         request = self._shared(request)
         if request.token_ids is None:
             branch.messages, branch.keys = [*request.messages], [*request.keys]

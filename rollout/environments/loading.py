@@ -26,7 +26,7 @@ from rollout.environments.gateway import Gateway
 from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
-from rollout.environments.rendering import ChatRenderer
+from rollout.environments.rendering import ChatRenderer, encode_within
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.rewards.by_field import AnyScorer
@@ -75,21 +75,15 @@ async def sample_makers(
         )
         yield lambda which: maker
         return
-    async with _environments(config, block, texts, host) as environments:
+    limits = {which: _limits(config, block, which, max_positions) for which in BOTH}
+    most_tokens = max(limit.max_tokens for limit in limits.values())
+    async with _environments(config, block, texts, host, most_tokens) as environments:
 
         def episodes(which: PromptsOf) -> Episodes:
-            most = sequence_limits(config, which, max_positions=max_positions)
-            own = [] if block.max_tokens is None else [block.max_tokens]
-            limits = EpisodeLimits(
-                max_turns=block.max_turns,
-                max_tokens=min([*own, *(limit.sequence for limit in most)]),
-                max_prompt_tokens=min(limit.prompt for limit in most),
-                max_new_tokens=max_new_tokens,
-            )
             return Episodes(
                 environments[which],
                 config=limits_around(block),
-                limits=limits,
+                limits=limits[which],
                 texts=texts,
                 score=scorer.score,
                 end_s=_AFTER_AGENT_S if block.type == "agent" else 0.0,
@@ -98,17 +92,30 @@ async def sample_makers(
         yield episodes
 
 
+def _limits(config: RunConfig, block: _Block, which: PromptsOf, max_positions: int) -> EpisodeLimits:
+    most = sequence_limits(config, which, max_positions=max_positions)
+    own = [] if block.max_tokens is None else [block.max_tokens]
+    return EpisodeLimits(
+        max_turns=block.max_turns,
+        max_tokens=min([*own, *(limit.sequence for limit in most)]),
+        max_prompt_tokens=min(limit.prompt for limit in most),
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
 @asynccontextmanager
 async def _environments(
-    config: RunConfig, block: _Block, texts: Texts, host: str
+    config: RunConfig, block: _Block, texts: Texts, host: str, most_tokens: int
 ) -> AsyncIterator[Mapping[PromptsOf, Environment]]:
-    """What plays the problems of each kind."""
+    """What plays the problems of each kind. most_tokens: of a sequence."""
     if isinstance(block, TokenEnvironment):
         yield dict.fromkeys(BOTH, make_environment(block))
         return
     async with AsyncExitStack() as exits:
         conversation = Conversation(
-            renderer_of=renderers(block, texts.tokenizer, config.model.chat_template_kwargs),
+            renderer_of=renderers(
+                block, texts.tokenizer, config.model.chat_template_kwargs, most_tokens=most_tokens
+            ),
             parse=await exits.enter_async_context(call_parser(block)),
             system_prompt=getattr(config.task, "system_prompt", None),
         )
@@ -138,18 +145,24 @@ def limits_around(block: _Block) -> EnvironmentLimits:
 
 
 def renderers(
-    block: MessageEnvironment, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]
+    block: MessageEnvironment,
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: Mapping[str, Any],
+    *,
+    most_tokens: int,
 ) -> Callable[[Tools], Renderer]:
     """Gives the renderer for some tools. The last ones are kept: making one takes tens of milliseconds. Raises ValueError where
-    the template cannot be used."""
+    the template cannot be used. most_tokens: of a sequence."""
     if block.template == "plain":
-        plain = PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
+        plain = PlainRenderer(partial(encode_within, tokenizer, most_tokens=most_tokens))
         return lambda tools: plain
     told = set[str]()
 
     @lru_cache(maxsize=MOST_RENDERERS)
     def renderer_of(tools: str) -> Renderer:
-        renderer = ChatRenderer(tokenizer, tools=json.loads(tools), arguments=arguments)
+        renderer = ChatRenderer(
+            tokenizer, tools=json.loads(tools), arguments=arguments, most_tokens=most_tokens
+        )
         for note in renderer.notes:
             if note not in told:
                 told.add(note)

@@ -191,16 +191,19 @@ def for_the_wire(message: JSON, reasoning: str) -> JSON:
         made["tool_calls"] = [
             {
                 **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
+                "function": {**call["function"], "arguments": _arguments_text(call["function"]["arguments"])},
             }
             for call in made["tool_calls"]
         ]
     if reasoning:
         made["reasoning_content"] = reasoning
     return made
+
+
+def _arguments_text(arguments: Any) -> str:
+    """As JSON. Half of a surrogate pair, which the policy can write, stays an escape: OpenAI's client writes UTF-8, and could
+    not send it back."""
+    return json.dumps(arguments, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 async def streamed(

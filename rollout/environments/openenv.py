@@ -34,6 +34,7 @@ from rollout.environments.processes import (
     plain_value,
 )
 from rollout.environments.protocol import EpisodeFailed
+from rollout.environments.tandem_worker.failures import readable
 from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
 from rollout.records import Status, seed_of
@@ -250,9 +251,8 @@ class OpenEnvSession:
             content, failed, data = await self._call(function["name"], function["arguments"])
             errors += failed
             rewards += [] if data.get("reward") is None else [_number(data["reward"])]
-            answers.append(
-                {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": content}
-            )
+            answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"]}
+            answers.append({**answer, "content": readable(content)})
             if done := data.get("done") is True:
                 break
         return Stepped(

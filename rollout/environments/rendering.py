@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.schema.model import SET_BY_TANDEM
+from rollout.environments.protocol import EpisodeEnded
+from rollout.records import Status
 from rollout.tokenization import render_chat
 from rollout.tokenizer_files import check_template_arguments, template_name
 
@@ -37,6 +39,8 @@ REPLIES: dict[str, list[Message]] = {
 TWO_TOOLS = [{**REPLIES["tool"][0], "tool_call_id": f"call0000{i}"} for i in (1, 2)]
 BOUNDARIES = ("7", "a", ".", "é", "🙂", "<", "{", "|", "#", " ", "\n", " \n", "\n\n", "a,", "\t", "</think>")
 """Ends of an answer, with which the start of a suffix could become one token."""
+LONG_TEXT, CHARACTERS_PER_TOKEN = 2**16, 16
+"""Characters of a text that is read whole, and of a token: more than any long text has in the mean, but for blanks."""
 _FIX = (
     "use the template of another version of the model, or write chat_template.jinja into the model's folder"
 )
@@ -70,12 +74,37 @@ _HISTORIES = {
 }
 
 
+def encode_within(tokenizer: "Tokenizer", text: str, most_tokens: int | None) -> list[int]:
+    """The tokens of a text, without special tokens around it. Of one that is far too long the beginning alone is read: the
+    tokens of ten megabytes take ten seconds, for which all episodes would wait.
+
+    Raises:
+        EpisodeEnded: the beginning has more than twice ``most_tokens`` (None: no limit). A beginning may have a few tokens more
+            than the whole, never twice as many.
+        ValueError: the beginning has half of a surrogate pair.
+    """
+    read = len(text) if most_tokens is None else max(LONG_TEXT, CHARACTERS_PER_TOKEN * most_tokens)
+    try:
+        ids = list(tokenizer.encode(text[:read], add_special_tokens=False))
+    except TypeError as error:  # of its Rust part, in words of its own
+        raise ValueError("half of a surrogate pair is in them; replace it, for UTF-8 has none") from error
+    if len(text) <= read:
+        return ids
+    if most_tokens is not None and len(ids) > 2 * most_tokens:
+        raise EpisodeEnded(
+            Status.TOKEN_LIMIT,
+            f"an observation of {len(text)} characters has more tokens than environment.max_tokens={most_tokens}",
+        )
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 class ChatRenderer:
     """Messages to tokens, for conversations whose assistant turns were sampled.
 
     Args:
         tools: functions in OpenAI's form, ``{"type": "function", "function": {name, description, parameters}}``.
         arguments: of the template, such as ``enable_thinking=False``.
+        most_tokens: see ``encode_within``.
 
     Raises:
         ValueError: the template is missing or cannot be continued exactly; the message says what to do.
@@ -92,8 +121,10 @@ class ChatRenderer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = {},
+        most_tokens: int | None = None,
     ) -> None:
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
+        self._most_tokens = most_tokens
         self._arguments = dict(arguments)
         self._name = template_name(tokenizer)
         if not tokenizer.chat_template:
@@ -167,8 +198,8 @@ class ChatRenderer:
             raise ValueError(f"{error}; {_FIX}") from error
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a rendered text, which has its special tokens in it."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """The tokens of a rendered text, which has its special tokens in it. Raises EpisodeEnded: it is far too long."""
+        return encode_within(self._tokenizer, text, self._most_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with its special tokens."""

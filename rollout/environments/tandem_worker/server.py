@@ -81,4 +81,4 @@ def json_line(content, environment=None):
         return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
         place = f" ({place_of(environment.made)})" if environment is not None else ""
-        raise Failure(f"an answer is no JSON: {error}{place}", "unusable") from error
+        raise Failure(f"answer is no JSON: {error}{place}", "unusable") from error

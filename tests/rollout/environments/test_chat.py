@@ -226,14 +226,14 @@ def test_renderers_of_the_last_sets_of_tools_are_kept(monkeypatch):
     class Renderer(ToyRenderer):
         notes = ("odd",)
 
-        def __init__(self, tokenizer, *, tools, arguments) -> None:
+        def __init__(self, tokenizer, *, tools, arguments, most_tokens) -> None:
             super().__init__(tools)
             made.append(tools[0]["name"])
 
     monkeypatch.setattr(loading, "ChatRenderer", Renderer)
     monkeypatch.setattr(loading.logger, "warning", lambda form, *values: told.append(form % values))
     block = ChatEnvironment(environment="a:B")
-    renderer_of = loading.renderers(block, TEXTS.tokenizer, {})
+    renderer_of = loading.renderers(block, TEXTS.tokenizer, {}, most_tokens=400)
     for number in range(200):
         first, other = (renderer_of([{"name": name}]) for name in ("always", number))
         assert first is renderer_of([{"name": "always"}]) and other is not first
@@ -245,14 +245,33 @@ def test_renderers_of_the_last_sets_of_tools_are_kept(monkeypatch):
     assert len(made) == 203
 
 
-def test_messages_that_the_template_refuses_fail_their_episode():
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_messages_that_the_template_refuses_fail_their_episode(kind):
+    """With a TypeError the tokenizers refuse half of a surrogate pair."""
+
     class Refusing(ToyRenderer):
         def following(self, messages, *, sampled_end):
-            raise ValueError("roles must alternate")
+            raise kind("roles must alternate")
 
     made = play("Countdown", interface="text", renderer_of=Refusing)
     assert {one.status for one in made} == {Status.FAILED}
     assert {one.error for one in made} == {"the environment's messages have no tokens: roles must alternate"}
+
+
+def test_the_error_of_a_call_shows_half_of_a_surrogate_pair_as_a_question_mark():
+    """The policy can write one as the name of a tool. It has no tokens, and the call was no score."""
+
+    async def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+        return ParsedTurn(content=text, calls=[], error="there is no tool \ud83d")
+
+    class Recording(ToyRenderer):
+        def following(self, messages, *, sampled_end):
+            shown.update(message["content"] for message in messages)
+            return super().following(messages, sampled_end=sampled_end)
+
+    shown = set[str]()
+    play("FlakyTools", interface="tools", parse=parse, renderer_of=Recording)
+    assert shown == {"Error: the tool call could not be read: there is no tool ?"}
 
 
 def test_the_sample_role_makes_training_and_held_out_episodes_and_ends_their_processes():

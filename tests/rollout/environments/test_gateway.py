@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 import openai
@@ -23,7 +24,7 @@ from rollout.environments.episodes import Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import GatewaySession
 from rollout.environments.openai_form import Refused
-from rollout.environments.rendering import ChatRenderer
+from rollout.environments.rendering import ChatRenderer, encode_within
 from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Status
 from tests.rollout.environments.test_chat import END, ToyRenderer
@@ -535,6 +536,36 @@ def test_limits_of_the_episode():
     run(test)
 
 
+def test_a_message_that_is_far_too_long_holds_up_no_other_episode():
+    """The tokens of an agent's file of eight megabytes took ten seconds, for which all episodes waited."""
+    lengths, most = [], 24
+
+    class Tokenizer:
+        def encode(self, text: str, **named) -> list[int]:
+            lengths.append(len(text))
+            return TEXTS.tokenizer.encode(text, **named)
+
+    plain = PlainRenderer(partial(encode_within, Tokenizer(), most_tokens=most))
+
+    async def test():
+        conversation = Conversation(renderer_of=lambda tools: plain)
+        limits = EpisodeLimits(max_turns=9, max_tokens=most, max_new_tokens=6)
+        async with opened(conversation=conversation, limits=limits) as (one,):
+            start, file = [user("3 4")], user("5 " * 500_000)
+            await one.refused("context_length_exceeded", [file])
+            answer = (await one.ask(start)).choices[0].message
+            for messages in ([*start, answer, file], [*start, file], [file]):
+                error = await one.refused("context_length_exceeded", messages)
+                assert " characters has more tokens than environment.max_tokens=24" in str(error)
+                assert one.session.limit is not None and one.session.limit.status is Status.TOKEN_LIMIT
+            await one.ask([*start, answer, user("2")], max_tokens=1)
+            assert (one.session.limit, one.session.num_turns) == (None, 2)
+            assert len(one.context.sequences()) == 1
+        assert max(lengths) <= 2**16
+
+    run(test)
+
+
 def test_requests_that_have_no_room_begin_no_further_forks():
     """An agent that asks in an endless loop would fill the memory with them."""
 
@@ -725,6 +756,29 @@ def test_tool_calls_come_and_go_in_openais_form():
             await one.ask(changed, tools=[])  # the tools are in the prompt
             assert one.session.first_difference == "the tools changed" and one.session.num_forks == 1
             assert one.context.token_ids.tolist() == ids
+
+    run(test)
+
+
+def test_half_of_a_surrogate_pair_in_a_call_comes_back_with_openais_client():
+    """As the policy can write it in JSON. The client could not send it, so the agent died at its next request."""
+
+    async def parse(text, tools):
+        calls = [{"name": "look", "arguments": {"half": "\ud83d", "whole": "\U0001f642é"}}]
+        return ParsedTurn(content="", calls=calls)
+
+    async def test():
+        conversation = Conversation(renderer_of=ToyRenderer, parse=parse)
+        async with opened(conversation=conversation) as (one,):
+            messages = [user("abc")]
+            for _ in range(2):
+                message = (await one.ask(messages, tools=TOOLS)).choices[0].message
+                (call,) = message.tool_calls
+                assert json.loads(call.function.arguments) == {"half": "\ud83d", "whole": "\U0001f642é"}
+                assert "\U0001f642é" in call.function.arguments
+                reply = {"role": "tool", "tool_call_id": call.id, "content": "four"}
+                messages += [message.model_dump(), reply]
+            assert one.session.num_forks == 0 and one.session.num_turns == 2
 
     run(test)
 

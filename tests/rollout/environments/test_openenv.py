@@ -105,7 +105,7 @@ class Server:
             failed = self.fault == "tool error" and steps == 1
             result = {
                 "content": [{"type": "text", "text": "7 "}],
-                "data": None if failed else 7,
+                "data": None if failed else "half \ud83d" if self.fault == "half" else 7,
                 "is_error": failed,
             }
             observation = {"tool_name": "add", "result": result, "error": None, "metadata": {}}
@@ -206,6 +206,30 @@ class Recording:
     def following(self, messages, *, sampled_end: bool) -> list[int]:
         self.messages += messages
         return [3, 4]
+
+
+def test_half_of_a_surrogate_pair_in_the_answer_of_a_tool_is_shown_as_a_question_mark():
+    """A tool may repeat what the policy wrote. As half of a pair has no tokens, it was no score."""
+    renderers = []
+
+    def renderer_of(tools) -> Recording:
+        renderers.append(Recording(tools))
+        return renderers[0]
+
+    async def parse(text, tools) -> ParsedTurn:
+        is_first = len(renderers[0].messages) < 3
+        calls = [{"name": "add", "arguments": {"a": "\ud83d"}}] if is_first else []
+        return ParsedTurn(content="", calls=calls)
+
+    (sample,) = samples_of(
+        Server(fault="half"),
+        seeds=[1],
+        parse=parse,
+        renderer_of=renderer_of,
+        interface="tools",
+        tool_call_parser="toy",
+    )
+    assert (sample.status, renderers[0].messages[2]["content"]) == (Status.OK, "half ?")
 
 
 def test_tools_are_those_of_the_server():

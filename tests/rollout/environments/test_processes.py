@@ -120,7 +120,7 @@ FAULTS = [
     ("raises", Status.FAILED, r"raised KeyError: 'x' \(chat_environments.py:\d+ in raises\)"),
     ("exits", Status.FAILED, r"raised SystemExit: bye \(chat_environments.py:\d+ in exits\)"),
     ("wrong_shape", Status.FAILED, r"returned str '7 8'; return \(messages, reward, done\) \(chat_environments"),
-    ("no_json", Status.FAILED, "an answer is no JSON: Object of type object"),
+    ("no_json", Status.FAILED, "the environment's answer is no JSON: Object of type object"),
     ("garbage", Status.FAILED, "wrote b'7 8.n' in step, which is no answer"),
 ]  # fmt: skip
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rollout.environments.rendering import ChatRenderer
+from rollout.environments.protocol import EpisodeEnded
+from rollout.environments.rendering import LONG_TEXT, ChatRenderer, encode_within
 from rollout.environments.template_probes import (
     AFTER_SYSTEM,
     DROPS_THINKING,
@@ -44,6 +45,36 @@ def renderer_of(family: str, *, tools: bool = True, **arguments) -> ChatRenderer
 
 
 RENDERERS = {family: renderer_of(family) for family in KEEPS}
+
+
+@pytest.mark.parametrize("most", [1, 400, 20_000])
+def test_a_text_is_refused_unread_only_where_it_has_more_tokens_than_a_sequence(most):
+    tokenizer = chat_tokenizer("qwen2_5")
+    renderer = ChatRenderer(tokenizer, most_tokens=most)  # whose own probes are short
+    for text in ("a" * LONG_TEXT, "é1 " * 500_000, "<|im_end|>" * 2 * LONG_TEXT, "word " * 5 * most):
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        try:
+            assert encode_within(tokenizer, text, most) == whole
+        except EpisodeEnded:
+            assert len(whole) > most and len(text) > LONG_TEXT
+    assert renderer.following([tool("4" * 1000)], sampled_end=True)
+    with pytest.raises(EpisodeEnded, match=f"more tokens than environment.max_tokens={most}$"):
+        renderer.following([tool("1 2" * 500_000)], sampled_end=True)
+
+
+def test_half_of_a_surrogate_pair_is_refused_in_plain_words():
+    with pytest.raises(ValueError, match="half of a surrogate pair is in them; replace it"):
+        RENDERERS["qwen2_5"].following([tool("half \ud83d")], sampled_end=True)
+
+
+def test_few_tokens_of_a_long_text_are_read():
+    """A template may write a long run of blanks, which is one token."""
+
+    class Tokenizer:
+        def encode(self, text: str, **named) -> list[int]:
+            return [0] * (len(text) // 1000)
+
+    assert len(encode_within(Tokenizer(), " " * 400_000, 400)) == 400
 
 
 def test_qwen_by_hand():
