@@ -48,14 +48,14 @@ def place(path: Path, number: int) -> str:
 
 
 def at_once(error: ValueError) -> NoReturn:
-    """The first bad record ends the reading."""
+    """Stop reading at the first bad record."""
     raise error
 
 
 @contextmanager
 def all_together() -> Iterator[Refuse]:
-    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError tells the first ``MOST_TOLD`` of them, and how
-    many more there are; its text is "errors; fixes", each on a line of its own."""
+    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError has the first ``MOST_TOLD`` of them, and how
+    many more there are. Its text is "errors; fixes", each on a separate line."""
     told, count = list[str](), 0
 
     def keep(error: ValueError) -> None:
@@ -162,7 +162,7 @@ def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
 
 
 def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str]) -> Iterator[Record]:
-    import pyarrow  # the import takes a second, which users of JSONL are spared
+    import pyarrow  # imported here, because it takes a second and JSONL needs none of it
     import pyarrow.parquet
 
     try:
