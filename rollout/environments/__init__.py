@@ -11,9 +11,9 @@ rendering.py     the tokens of new messages, by the model's chat template
 tool_calls.py    the calls in a text, by SGLang's parsers in a process of their own
 processes.py     the processes that run the user's environments; tandem_worker/ is what runs in them
 
-openenv.py       environments that OpenEnv serves, in place of processes
+openenv.py       environments that OpenEnv serves, instead of processes
 
-agent.py         an agent as an environment: a program of its own that asks for its turns
+agent.py         an agent as an environment: a separate program that requests its turns
 agent_process.py its process; agent_template.py forks it behind the modules that it imports
 gateway.py       the OpenAI server that it asks; openai_form.py has the form of requests and answers,
                  gateway_session.py joins an episode's requests to sequences of tokens

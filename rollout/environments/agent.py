@@ -1,7 +1,7 @@
-"""Episodes of an agent as it is: a program of its own, which asks the gateway for its turns as it would ask OpenAI.
+"""Episodes of an unchanged agent: a separate program that requests its turns from the gateway as it would from OpenAI.
 
 The agent gets OPENAI_BASE_URL, OPENAI_API_KEY and TANDEM_PROBLEM. Its requests become the turns of an episode
-(``gateway_session.py``). Its end is the end of the episode.
+(``gateway_session.py``). The episode ends when the agent ends.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ LONGEST_TAIL = 1000
 
 
 class AgentEpisodes:
-    """An ``Environment``. Each episode is a process of its own."""
+    """An ``Environment``. Each episode is a separate process."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class AgentEpisodes:
         self._conversation = conversation
 
     def check(self) -> None:
-        """Raises ValueError where the template cannot be used."""
+        """Raises ValueError if the template cannot be used."""
         self._conversation.renderer_of(())
 
     async def run(self, problem: Prompt, context: Context) -> Outcome:

@@ -1,4 +1,4 @@
-"""The process of an agent: a command under a guard (``tandem_worker``), in a working folder of its own.
+"""The process of an agent: a command under a guard (``tandem_worker``), in its own working folder.
 
 The guard kills everything that the agent has started, daemons too, when the agent ends or is ended. Of what the agent
 prints the ends are kept.

@@ -1,6 +1,6 @@
 """Agents that are forked behind the modules that they import (``environment.preload``).
 
-Importing OpenAI's client takes a CPU second, and an episode is a process of its own. The template imports once; a fork of
+Importing OpenAI's client takes a CPU second, and each episode is a separate process. The template imports once; a fork of
 it takes milliseconds. ``tandem_worker/template.py`` is its process. Nobody but this one reaches it: they share a pair of
 sockets without a name.
 """
@@ -62,7 +62,7 @@ async def agent_starter(config: AgentEnvironment, keys: Collection[str] = ()) ->
 
 
 def check_agent(config: AgentEnvironment, keys: Collection[str] = ()) -> None:
-    """keys: see ``users_variables``. Raises ValueError where the command, a parser's name or a module of ``preload`` cannot be used."""
+    """keys: see ``users_variables``. Raises ValueError if the command, a parser's name or a module of ``preload`` cannot be used."""
 
     async def start_template() -> None:
         async with agent_starter(config, keys):
@@ -189,7 +189,7 @@ class AgentTemplate:
         return reply
 
     async def _end(self, within_s: float = END_TIMEOUT_S) -> int:
-        """End the template. Agents under way go on, each under its guard. -> its exit code
+        """End the template. Running agents continue, each under its guard. -> its exit code
 
         within_s: time to end by itself, which it does as its socket closes. Killing a process that has just ended would
         lose its exit code: asyncio's watcher and ``kill`` both wait for it.
@@ -215,7 +215,7 @@ class ForkedGuard:
         self, pid: int, stdin: int, streams: Sequence[tuple[asyncio.StreamReader, asyncio.BaseTransport]]
     ) -> None:
         (self.stdout, out), (self.stderr, errors), (status, _) = streams
-        # Closing is done once, however often it is asked for.
+        # Closing happens once, however often it is called.
         self.pid, self.stdin, self._transport = pid, ExitStack(), ExitStack()
         self.stdin.callback(os.close, stdin)
         self._transport.callback(errors.close)

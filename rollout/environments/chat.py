@@ -52,7 +52,7 @@ class Conversation:
     """How messages become tokens, and texts messages."""
 
     renderer_of: Callable[[Tools], Renderer]
-    """Raises ValueError where the template cannot be used with these tools."""
+    """Raises ValueError if the template cannot be used with these tools."""
     parse: ParseCalls | None = None
     """Finds the tool calls in a text, and the thinking. None: there are none, and an agent's requests with tools are
     refused."""

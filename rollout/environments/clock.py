@@ -1,5 +1,5 @@
-"""The time of an episode. It stands still while a request of the episode waits for servers, or its reward is computed: neither
-is a fault of its own."""
+"""The time of an episode. It stops while a request of the episode waits for servers or while its reward is computed,
+because the episode causes neither wait."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +16,7 @@ class EpisodeClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the clock inside. It goes on when the last of several such waits has ended."""
+        """Stops the clock inside. It continues when the last of several such waits has ended."""
         self._num_waiting += 1
         if self._num_waiting == 1:
             self._stop()

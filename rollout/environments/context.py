@@ -202,7 +202,7 @@ class EpisodeContext:
         turns = self.sequence.turns
         num_tokens = turns[-1].end - turns[-1].start if turns else 0
         finish_reason = turns[-1].finish_reason if turns else FinishReason.STOP
-        with self._episode.clock.stopped():  # a reward has limits of its own
+        with self._episode.clock.stopped():  # a reward has its own limits
             return await self._score(
                 self._problem, response_text, num_tokens=num_tokens, finish_reason=finish_reason
             )

@@ -19,7 +19,7 @@ from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 
 ENDS_THE_RUN = (GenerationError, RewardModelError, WorkerStartError)
-"""Errors of the engines and rewards, which are no fault of an episode."""
+"""Errors of the engines and rewards. No episode causes them, so they end the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Episodes:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            return _failed(error)  # the environment has cancelled something of its own
+            return _failed(error)  # the environment has cancelled one of its own tasks
         except Exception as error:  # the user's code may raise anything
             return _failed(error)
         if not any(sequence.turns for sequence in context.sequences()):
@@ -194,7 +194,7 @@ class Episodes:
         return outcome
 
     async def _run(self, prompt: Prompt, context: EpisodeContext) -> object:
-        """What the environment returns. Its requests end with it."""
+        """What the environment returns. Its unfinished requests are ended."""
         with _one_error():
             try:
                 return await self._environment.run(prompt, context)
@@ -204,7 +204,7 @@ class Episodes:
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Of several errors at once, as forks in an asyncio.TaskGroup raise them, the one that decides."""
+    """Replace an exception group, which forks in an asyncio.TaskGroup raise, with the most important of its errors."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -224,15 +224,16 @@ def _leaves(group: BaseExceptionGroup) -> Iterator[BaseException]:
 
 
 def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSequence:
-    """A packed sequence has two tokens at least. An episode that failed before its prompt was observed has none."""
+    """The sequence, with the prompt appended if it is too short: packing needs at least two tokens, and an episode that
+    failed before it observed its prompt has none."""
     while len(sequence) < 2:
         sequence.observe(prompt.token_ids)
     return sequence
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome with plain values. One without a score where its reward is no finite number. Raises TypeError: it
-    is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error."""
+    """The outcome with plain values. If its reward is not a finite number, the outcome has no score. Raises TypeError if it
+    is no Outcome, if its status is no Status, if its parts are no numbers by name, or if it has a reward and an error."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
     if not isinstance(outcome.status, Status):

@@ -2,12 +2,12 @@
 
 ::
 
-    agent, a process of its own ── HTTP ──> Gateway (sample role, one event loop)
+    agent, a separate process ── HTTP ──> Gateway (sample role, one event loop)
       POST sessions/ID/v1/chat/completions    └─ session: joins the request to the episode, then context.act()
       POST sessions/ID/v1/generate (tokens)
       GET  sessions/ID/v1/models
 
-A session is an episode, with a key of its own; ``gateway_session.py`` says how requests are joined. Temperature and
+A session is an episode and has its own key; ``gateway_session.py`` says how requests are joined. Temperature and
 top_p of a request are ignored, since log-probs are at the run's temperature. Unknown fields are ignored. Not here: the
 agent's process and its reward (``agent.py``).
 """
@@ -95,7 +95,7 @@ class Gateway:
         app.router.add_get("/sessions/{id}/v1/models", self._guarded(self._models))
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._guarded(self._chat))
         app.router.add_post("/sessions/{id}/v1/generate", self._guarded(self._generate))
-        # verifiers' clients ask beside v1, as vLLM has it.
+        # verifiers' clients request it outside v1, where vLLM has it.
         app.router.add_post("/sessions/{id}/inference/v1/generate", self._guarded(self._generate))
         app.router.add_route("*", "/sessions/{id}/{rest:.*}", self._guarded(self._unknown))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)

@@ -140,7 +140,7 @@ class GatewaySession:
         self.limit: EpisodeEnded | None = None
         """The limit that refused the last turn. A later turn that is answered clears it."""
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """Done with an error that is no fault of the agent: of an engine, or a defect. The episode's owner raises it."""
+        """Done with an error that the agent did not cause: an engine's error or a defect. The owner of the episode raises it."""
         self.first_difference: str | None = None
         """Why the episode forked first."""
         self._context, self._conversation = context, conversation
@@ -162,7 +162,7 @@ class GatewaySession:
         return max(0, len(answered) - 1)
 
     async def score(self) -> Score:
-        """The run's reward of the last answer, with the length and the end of its own turn."""
+        """The run's reward of the last answer, with the length and the finish reason of its turn."""
         return await self._last_context.score(self.last_text)
 
     def check_open(self) -> None:
@@ -238,7 +238,7 @@ class GatewaySession:
         return self._start(branch, request)
 
     def _shared(self, request: _Request) -> _Request:
-        """The request with the keys and tools of earlier ones, where they are equal."""
+        """The request with the keys and tools of earlier requests, if they are equal."""
         keys = [self._keys.setdefault(key, key) for key in request.keys]
         return replace(request, keys=keys, tools=self._tools.setdefault(request.tools_key, request.tools))
 
@@ -321,7 +321,7 @@ class GatewaySession:
         return sorted((cut for cut in cuts if cut.tokens), key=lambda cut: cut.tokens, reverse=True)
 
     def _fork(self, cut: _Cut, request: _Request) -> _Branch:
-        """Raises ValueError where the rest of the messages cannot follow the cut."""
+        """Raises ValueError if the rest of the messages cannot follow the cut."""
         branch = cut.branch
         if request.token_ids is not None:
             context = self._forked_at(cut, request.token_ids[cut.tokens :])
@@ -389,7 +389,7 @@ class GatewaySession:
     # turns
 
     async def _answered(self, task: "asyncio.Task[Answer]") -> Answer:
-        """The answer of a turn, which goes on when its client is gone."""
+        """The answer of a turn. The turn continues if its client disconnects."""
         await asyncio.wait([task])
         if task.cancelled():
             raise no_session()

@@ -1,4 +1,4 @@
-"""From the config's ``environment`` block to what makes samples."""
+"""Builds sample makers from the config's ``environment`` block."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 BOTH: tuple[PromptsOf, PromptsOf] = ("training", "held-out")
 _AFTER_AGENT_S = 60.0
-"""Time to end an agent, after its own deadline, whose error has the end of what the agent wrote."""
+"""Time to end an agent after its own deadline. The error of that deadline has the last lines that the agent wrote."""
 MOST_RENDERERS = 64
 _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 
@@ -57,10 +57,10 @@ async def sample_makers(
     vocab_size: int,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[Callable[[PromptsOf], SampleMaker]]:
-    """Makes what samples training or held-out problems; each has places of its own. Leaving it ends all processes of
-    environments.
+    """Yields a function that gives the sample maker of training or held-out problems. Each of the two has its own
+    concurrency limit. On exit all processes of environments end.
 
-    vocab_size: of the model, which may have more ids than its tokenizer and sample them.
+    vocab_size: of the model. It may have more ids than its tokenizer, and may sample them.
     host: the address on which agents reach the policy.
 
     Raises:
@@ -140,7 +140,7 @@ def limits_around(block: _Block) -> EnvironmentLimits:
     """The limits within which episodes are played."""
     if block.type == "tokens" or block.type == "openenv":
         return block
-    # No episode waits for a process of another: that would count as its own time.
+    # No episode may wait until another releases a process: the wait would count as time of the waiting episode.
     return block.model_copy(update={"max_concurrency": max_processes(block)})
 
 
@@ -151,8 +151,8 @@ def renderers(
     *,
     most_tokens: int,
 ) -> Callable[[Tools], Renderer]:
-    """Gives the renderer for some tools. The last ones are kept: making one takes tens of milliseconds. Raises ValueError where
-    the template cannot be used. most_tokens: of a sequence."""
+    """Returns a function from tools to their renderer. It caches renderers, because making one takes tens of milliseconds.
+    It raises ValueError if the template cannot be used. most_tokens: of a sequence."""
     if block.template == "plain":
         plain = PlainRenderer(partial(encode_within, tokenizer, most_tokens=most_tokens))
         return lambda tools: plain
@@ -174,7 +174,7 @@ def renderers(
 
 @asynccontextmanager
 async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | None]:
-    """SGLang's parser in a process of its own, which is started; None where the config names none.
+    """Starts SGLang's parser in its own process. Yields None if the config names no parser.
 
     Raises:
         ValueError: SGLang has no such parser.
@@ -196,8 +196,8 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
 
 
 def make_environment(config: TokenEnvironment) -> Environment:
-    """The environment that the config names. Raises ValueError: the module or its class is missing, or raises, or
-    what it makes has no ``run``."""
+    """The environment that the config names. Raises ValueError if the module or its class is missing or raises, or if
+    the object has no ``run``."""
     make = import_function("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
     try:
         environment = make(**config.options)

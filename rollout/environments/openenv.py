@@ -333,7 +333,7 @@ def check_openenv(config: OpenEnvironment) -> None:
 
 
 def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:
-    """``seed`` of the problem, and its fields or its row's. Raises EpisodeFailed where it lacks one."""
+    """``seed`` of the problem, and its fields or its row's. Raises EpisodeFailed if it lacks one."""
     fields = {name: problem[name] for name in ("prompt_id", "text", "reference")} | problem["row"]
     for field in named.values():
         if field not in fields:

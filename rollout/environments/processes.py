@@ -41,15 +41,15 @@ logger = logging.getLogger(__name__)
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 MOST_AWAY_S = 300.0
-"""The run ends after so many seconds in which no episode had a process, or no server could be connected to."""
+"""The run ends after this many seconds in which no episode got a process, or no server accepted a connection."""
 RETRY_S = (0.05, 1.0)
-"""The first wait before another try, which doubles, and the longest."""
+"""The first wait before another try, and the longest. Each wait is twice the one before."""
 PER_CORE = 16
 """Default of processes: most of the time they wait for the policy."""
 
 Message = dict[str, Any]
 InProcess = ChatEnvironment | TokenEnvironment
-"""One of tokens is made in a process to be checked, and plays elsewhere."""
+"""An environment of tokens is only checked in a process. It plays in the sample role."""
 T = TypeVar("T")
 
 
@@ -242,7 +242,7 @@ class EnvironmentProcess:
         return content
 
     async def _exchange(self, line: bytes) -> bytes | None:
-        """The answer to a request; None where the process has ended."""
+        """The answer to a request; None if the process has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError, ConnectionResetError):
             self._process.stdin.write(line + b"\n")
@@ -251,7 +251,7 @@ class EnvironmentProcess:
         return answer if answer.endswith(b"\n") else None
 
     async def _current_line(self) -> str:
-        """``, at env.py:12 in step``; an empty text where it is not told in time."""
+        """``, at env.py:12 in step``; an empty text if the process does not report it in time."""
         with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
             # Several: it has just ended, and the guard has its orphans.
             servers = psutil.Process(self.pid).children()
@@ -438,7 +438,7 @@ def cores() -> int:
 def check_environment(
     config: InProcess, tell: Callable[[str], None] = logger.info, keys: Collection[str] = ()
 ) -> Ready:
-    """Import and make an environment in a process of its own, which is then ended. ``tell`` is called while that takes
+    """Import and make an environment in a separate process, which is then ended. ``tell`` is called while that takes
     long; keys: see ``users_variables``. Raises ValueError."""
 
     async def check() -> Ready:
@@ -462,7 +462,7 @@ def check_environment(
 
 
 def check_parser_names(config: MessageEnvironment) -> None:
-    """Raises ValueError where SGLang has no such parser."""
+    """Raises ValueError if SGLang has no such parser."""
     for kind in ("tool_call_parser", "reasoning_parser"):
         if (name := getattr(config, kind)) is not None:
             check_parser_name(kind, name)

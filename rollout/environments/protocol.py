@@ -24,7 +24,7 @@ class _EpisodeOver(Exception):
 
 
 class EpisodeEnded(_EpisodeOver):
-    """A limit of the config ends the episode. An environment may let it pass: the outcome is then
+    """A limit of the config ends the episode. An environment need not catch it: the outcome is then
     ``reward_at_limit`` of the config with this status."""
 
 
@@ -41,15 +41,15 @@ class Outcome:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Recorded as ``reward/part/NAME``."""
     correct: bool | None = None
-    """Whether the episode counts as right in an evaluation. None: where the reward is at least 1."""
+    """Whether the episode counts as right in an evaluation. None: it does if the reward is at least 1."""
     status: Status = Status.OK
     error: str | None = None
     """Why the episode was not scored."""
 
     @classmethod
     def of(cls, score: Score, **parts: float) -> "Outcome":
-        """The outcome of a score by the run's reward, with further ``parts``. A reward that failed gives no reward and no parts. The
-        answer is right all the same where the part that decides was computed."""
+        """The outcome of a score by the run's reward, with further ``parts``. A failed score gives no reward
+        and no parts. ``correct`` is still taken from the score: the deciding part may have been computed."""
         if score.error is not None:
             return cls(reward=None, correct=score.correct, status=Status.REWARD_FAILED, error=score.error)
         return cls(reward=score.value, parts={**score.parts, **parts}, correct=score.correct)
@@ -80,7 +80,7 @@ class Context(Protocol):
 
         Args:
             max_new_tokens: at most ``rollout.max_new_tokens``, which is the default.
-            stop_token_ids: tokens that end this turn, beside the model's own end tokens.
+            stop_token_ids: tokens that end this turn, in addition to the model's own end tokens.
 
         Raises:
             EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more than
@@ -89,12 +89,11 @@ class Context(Protocol):
         ...
 
     def reward_turn(self, reward: float) -> None:
-        """Say that the last turn of this sequence has earned this much of the outcome's reward. Several rewards of a
-        turn add up.
+        """Credit the last turn of this sequence with this much of the outcome's reward. Several rewards of a turn add up.
 
-        ``Outcome.reward`` stays the reward of the whole episode. What its turns have not earned belongs to the last
-        turn. By default (``advantage.credit: episode``) all turns of an episode have one advantage, and this changes
-        nothing but records.
+        ``Outcome.reward`` stays the reward of the whole episode. The part that no turn was credited with belongs to
+        the last turn. By default (``advantage.credit: episode``) all turns of an episode have the same advantage, and
+        turn rewards change only the records.
 
         Raises:
             RuntimeError: a turn of this context is under way.
@@ -103,12 +102,12 @@ class Context(Protocol):
         ...
 
     def fork(self, at: int | None = None) -> "Context":
-        """A further sequence of the same episode, which begins with the first ``at`` tokens of this one: for a
-        sub-agent, or for a history that is written anew.
+        """A further sequence of the same episode. It begins with the first ``at`` tokens of this one. Use it for a
+        sub-agent, or for a history that is rewritten.
 
         The shared tokens are trained on once, here. All sequences of an episode have its outcome, count once in
-        their group's baseline, and share ``environment.max_turns``. They may act at the same time. One without a
-        turn is left out.
+        their group's baseline, and share ``environment.max_turns``. They may act at the same time. A sequence
+        without a turn is dropped.
 
         Args:
             at: None: all tokens so far. 0: none of them.
@@ -119,8 +118,8 @@ class Context(Protocol):
         ...
 
     def deadline(self, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """``asyncio.timeout`` for parts of the episode. Time in which a turn waits for servers, or for a place there, or in
-        which ``score`` is under way, does not count, as with ``environment.timeout_s``."""
+        """``asyncio.timeout`` for parts of the episode. As with ``environment.timeout_s``, some time does not count: a turn's
+        wait for servers or for a place there, and the time of ``score``."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -132,8 +131,8 @@ class Context(Protocol):
         ...
 
     async def score(self, response_text: str) -> Score:
-        """The run's reward of this text as the response to the problem, with the length and the end of the last turn. A
-        reward that fails gives a score with an error."""
+        """The run's reward of this text as the response to the problem, with the length and the finish
+        reason of the last turn. A reward that fails gives a score with an error."""
         ...
 
 
@@ -143,7 +142,7 @@ class Environment(Protocol):
     async def run(self, problem: Prompt, context: Context) -> Outcome:
         """Play one episode. It is cancelled after ``environment.timeout_s``: clean up in ``finally``.
 
-        Any exception but EpisodeEnded ends the episode without a score, and is reported. What it has started is ended
-        with it.
+        Any exception but EpisodeEnded ends the episode without a score, and is reported. Requests that are still under
+        way end with the episode.
         """
         ...

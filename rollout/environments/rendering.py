@@ -141,7 +141,7 @@ class ChatRenderer:
         self._added = {text: int(number) for text, number in cast("dict[str, int]", added).items() if text}
         self._tool_calls_needed = False
         self._openers = {"assistant"}
-        """Roles that may stand before the first turn, beside those of ``replies``."""
+        """Roles that may come before the first turn, in addition to those of ``replies``."""
         self._check_header()
         self.end_token_ids = (self._end_of_turn(),)
         self.replies = self._checked_replies()
@@ -210,7 +210,7 @@ class ChatRenderer:
         return self._tool_calls_needed and any(message.get("role") == "tool" for message in messages)
 
     def _suffix(self, messages: Sequence[Message], history: _History, *, header: bool = True) -> _Suffix:
-        """What the template writes after the assistant's answer. Raises ValueError where it cannot be told."""
+        """What the template writes after the assistant's answer. Raises ValueError if it cannot be determined."""
         stand_in = STAND_IN
         given = json.dumps(messages, default=str)
         while stand_in in given:
@@ -265,7 +265,7 @@ class ChatRenderer:
         return ids[0]
 
     def _checked_replies(self) -> dict[str, list[Message]]:
-        """What may follow the assistant's turn, by role. Raises ValueError where a role that is needed may not."""
+        """What may follow the assistant's turn, by role. Raises ValueError if a role that is needed may not."""
         usable = {}
         for role, reply in REPLIES.items():
             try:

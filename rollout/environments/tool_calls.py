@@ -3,7 +3,7 @@
 The parsers run in one process of their own. Importing them takes 9 CPU seconds, half a GiB and torch, which the
 sample role is kept free of. A server's route ``/parse_function_call`` would have them already, but a router does not
 pass it on, a lost server would fail an episode, and a parser that hangs on a sampled text (they are regular
-expressions) would hang the server, and with it every sample there. A process of its own has a deadline, and is killed.
+expressions) would hang the server, and with it every sample there. A separate process has a deadline, and is killed at it.
 """
 
 from collections.abc import Mapping, Sequence

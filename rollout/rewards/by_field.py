@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScorerByField:
-    """Inside ``async with``, a ``Scorer`` for each source, with the processes and requests of its own."""
+    """Inside ``async with``: a ``Scorer`` for each source, each with its own processes and requests."""
 
     def __init__(self, config: RewardByField, *, max_new_tokens: int):
         self._config, self._names = config, config.names

@@ -45,7 +45,7 @@ FENCED = re.compile(
     r"^[ \t]*```(?P<language>[^`\n]*)(?:\n|\Z)(?P<program>.*?)(?P<closed>^[ \t]*```|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-"""Also a block that the response's end cuts off, which is not closed."""
+"""It also matches a block without its closing fence, which the response's end cuts off."""
 LANGUAGES = ("", "python", "python3", "py")
 TRIAL = """
 import socket
@@ -64,7 +64,7 @@ class _NotStarted(Exception):
 
 
 def find_program(response: str) -> str | None:
-    """The last fenced block of Python; None where there is none, and where that block is not closed: the response was cut
+    """The last fenced block of Python; None if there is none, or if that block is not closed: the response was cut
     off in it, and has taken back the blocks before."""
     last = None
     for block in FENCED.finditer(response):
@@ -131,7 +131,7 @@ class ProgramTests:
         self._programs = TasksToEnd()
 
     async def start(self) -> None:
-        """Choose the sandbox, and tell which. Raises ValueError where programs cannot be run."""
+        """Choose the sandbox, and log which. Raises ValueError if programs cannot be run."""
         self._sandbox = await choose_sandbox(self._config, self._name)
         logger.info("%s: programs run %s", self._name, SANDBOXES[self._sandbox])
 
@@ -182,7 +182,7 @@ async def choose_sandbox(config: CodeReward, name: str) -> str:
             f"{name}.sandbox=bubblewrap does not work here: {reason}; install bubblewrap and allow user namespaces, or use auto"
         )
     raise ValueError(
-        f"{name}: no program can be run here: {reason}; raise {name}.memory_mib, or mend the reason"
+        f"{name}: no program can be run here: {reason}; raise {name}.memory_mib, or fix the reason"
     )
 
 
@@ -232,7 +232,7 @@ async def run_program(
 
 @cache
 def _version_of(bwrap: str) -> list[int]:
-    """[0, 8, 0]; empty where it is not told, and of one that is setuid, which refuses some options."""
+    """[0, 8, 0]. Empty if bubblewrap does not print it, or if it is setuid and so refuses some options."""
     with suppress(OSError, subprocess.SubprocessError):
         if os.stat(bwrap).st_mode & stat.S_ISUID:
             return []

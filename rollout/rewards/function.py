@@ -34,7 +34,7 @@ names, so its parameters have any order."""
 
 
 def import_reward_function(path: str) -> RewardFunction:
-    """The function that ``module:function`` names. Raises ValueError where it cannot be imported, does not take three
+    """The function that ``module:function`` names. Raises ValueError if it cannot be imported, does not take three
     texts, or takes what another system gives it."""
     function = import_function("reward function", path, "module:function, e.g. my_rewards:score")
     _refuse_others(path, function)

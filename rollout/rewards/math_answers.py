@@ -107,7 +107,7 @@ def math_verify_reward(reference: str, response_text: str) -> Score:
     """1 if math-verify finds the response's final expression equal to the reference, else 0.
 
     The reference may be bare (``3/4``, ``\\frac{3}{4}``) or marked up (``$...$``, ``\\boxed{...}``). There is
-    no time limit here, and a few expressions keep sympy busy for ever: run it in a process that can be ended
+    no time limit here, and a few expressions keep sympy busy without end: run it in a process that can be ended
     (see ``Scorer``).
 
     Raises:
@@ -115,7 +115,7 @@ def math_verify_reward(reference: str, response_text: str) -> Score:
     """
     from math_verify import parse, verify  # loads sympy, which only the worker process needs
 
-    # In each process math-verify warns that its own time limit is off.
+    # Without this, math-verify warns in each process that its time limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     marked_up = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
     expected = parse(reference if marked_up else f"\\boxed{{{reference}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ Requests, and the replies that must come back with HTTP 200:
             scored.
 
 Failures are those of served.py. A batch that is refused is halved until the refused items are alone. A refused
-item, or one whose score is missing or not finite, is a failed sample: it is not scored, is counted, and the run goes on.
+item, or one whose score is missing or not finite, is a failed sample: it is counted and not scored, and the run continues.
 
 Two traps of SGLang 0.5.23:
 
@@ -56,7 +56,7 @@ class RewardModel(ServedReward):
     """Client of one reward model."""
 
     def __init__(self, config: ModelReward, *, name: str = "reward") -> None:
-        """See ``ServedReward``. Raises ValueError also where the tokenizer cannot be loaded or has no chat template."""
+        """See ``ServedReward``. Raises ValueError also if the tokenizer cannot be loaded or has no chat template."""
         suffix = "/classify" if config.protocol == "sglang" else ""
         super().__init__(
             config,

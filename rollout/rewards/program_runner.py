@@ -154,7 +154,7 @@ def run_test(job, test, folder):
 
 
 def why_not_started(job, code, told, said):
-    """Why a program that is said to have ended was never started; None where it was.
+    """Why a program that is reported as ended was never started; None if it was started.
 
     told: JSON lines of the forked process, {"error": ...}, and of bubblewrap, whose "exit-code" is that of a program which
     it has started. said: the error output, which is bubblewrap's own before the program is started.
@@ -182,7 +182,7 @@ def write_all(descriptor, content):
 
 
 def watch(pid, output, job, most_output):
-    """Wait for the program's end or for a limit -> (outcome, None where it ended; what it printed)."""
+    """Wait for the program's end or for a limit -> (outcome, None if it ended; what it printed)."""
     os.set_blocking(output, False)
     ended = os.pidfd_open(pid)
     try:
@@ -222,7 +222,7 @@ def read_some(output):
 
 
 def processes_below(pid):
-    """How many processes stand below one; 0 where the kernel does not list them."""
+    """Number of descendants of a process; 0 if the kernel does not list them."""
     count, waiting = 0, [pid]
     while waiting:
         parent = waiting.pop()
@@ -251,7 +251,7 @@ def end_program(pid):
 
 
 def become_program(job, folder, stdin, output, errors, status):
-    """Limits, then the program in place of this process. It does not return. An error is written to ``status``, which the
+    """Set the limits, then replace this process with the program. It does not return. An error is written to ``status``, which the
     start of the program closes."""
     try:
         os.setsid()
@@ -340,7 +340,7 @@ def refuse_calls(filter_program):
 
 
 def enter_namespaces(job):
-    """Go on as nobody in namespaces of our own: no network, no process but the program's, and a /dev/shm that ends with it.
+    """Continue as nobody in new namespaces: no network, no process but the program's, and a /dev/shm that ends with it.
     The kernel ends all of them with the first."""
     uid, gid, max_processes = os.getuid(), os.getgid(), job["max_processes"]
     libc = ctypes.CDLL(None, use_errno=True)

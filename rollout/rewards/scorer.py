@@ -1,7 +1,7 @@
 """``Scorer``: scores responses by one reward or a weighted sum of several. Reward code cannot hang a run.
 
 score ─┬─ countdown, gsm8k, overlong     in this process
-       ├─ math_verify, function          in a process of their own (worker.py)
+       ├─ math_verify, function          in separate processes (worker.py)
        ├─ code                           in processes with limits (code.py)
        └─ model, judge                   on an HTTP server (model.py, judge.py)
 """
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_ERRORS = 20
 """Failures that are logged one by one; the metrics count all of them."""
 MOST_DEFAULT_WORKERS = 32
-"""Limit of the default: every worker is a Python of its own with all imports of the user's module."""
+"""Limit of the default: every worker is a separate Python process with all imports of the user's module."""
 
 
 def check_reward(
@@ -58,7 +58,7 @@ def check_reward(
     reward models and judges later.
 
     Args:
-        sample: gives a problem on which the user's function is tried; without one it is only imported.
+        sample: gives a problem on which the user's function is tried. If it gives None, the function is only imported.
         tell: takes remarks on a usable reward.
         field: the config's, for messages.
 
@@ -107,7 +107,7 @@ def may_read_rows(config: AnyReward) -> bool:
 
 
 def default_num_workers(cores: int) -> int:
-    """Half of the ``cores`` of this process; the others are for servers, sample role and, on one node, the
+    """Half of the ``cores`` of this process. The other half is for the servers, the sample role and, on one node, the
     learner."""
     return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
 
@@ -124,12 +124,13 @@ _Reward = Callable[[Prompt, _Response], Awaitable[Score]]
 
 
 class Scorer:
-    """Scores responses inside ``async with``; entering it checks that every reward model and judge answers, and that
+    """Scores responses inside ``async with``. Entering checks that every reward model and judge answers, and that
     programs can be run.
 
-    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is the default of
-    every math-verify, user's function and code: a process scores one sample at a time, within ``timeout_s``; a
-    late or dead process is killed and replaced. Start-up and the wait for a free process do not count.
+    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is the default
+    number of processes of each part of type math_verify, function or code. A process scores one sample at a time,
+    within ``timeout_s``. A late or dead process is killed and replaced. Start-up and the wait for a free process do
+    not count towards ``timeout_s``.
 
     Entering raises:
         RewardModelError: a reward model does not answer as it should.
@@ -148,7 +149,8 @@ class Scorer:
         self._config, self._max_new_tokens = config, max_new_tokens
         self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
         self._parts = {one.field: one.reward for one in rewards_in(config, field)}
-        # The first part that checks the answer decides whether a response is correct, else the first model or judge.
+        # The first part that checks the answer decides whether a response is correct. Without one the first model or
+        # judge decides.
         candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
         self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
         self._rewards: dict[str, _Reward] = {}
@@ -157,7 +159,7 @@ class Scorer:
         self._num_errors = 0
 
     def source_name(self, prompt: Prompt) -> str | None:
-        """The name of the prompt's source in metrics; None where one reward is for all."""
+        """The name of the prompt's source in metrics; None if one reward scores all prompts."""
         return None
 
     @property
@@ -196,7 +198,7 @@ class Scorer:
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
 
                 def score_length(_: Prompt, response: _Response) -> Score:
-                    # The model's positions may have cut it off earlier: it counts as the longest all the same.
+                    # The model's positions may have cut it off earlier. It still counts as the longest.
                     is_cut = response.finish_reason is FinishReason.LENGTH
                     return Score(value=penalty(longest if is_cut else response.num_tokens))
 
@@ -207,7 +209,7 @@ class Scorer:
                 await programs.start()
                 return lambda prompt, response: programs.score(prompt, response.text)
             case "model" | "judge":
-                # Not above: a check before a start needs no HTTP.
+                # Imported here, because checks before a start must not import an HTTP client.
                 from rollout.rewards.judge import Judge
                 from rollout.rewards.model import RewardModel
 
@@ -239,7 +241,7 @@ class Scorer:
         response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
         with span("reward", family="rewards"):
             under_way = [reward(prompt, response) for reward in self._rewards.values()]
-            # A task each costs more than most rewards.
+            # gather makes a task for each part, which costs more than most rewards.
             results = await asyncio.gather(*under_way) if len(under_way) > 1 else [await under_way[0]]
         scores = dict(zip(self._rewards, results, strict=True))
         for field, score in scores.items():
@@ -276,7 +278,7 @@ class Scorer:
 
 
 def _inline_reward(function: Callable[[Prompt, _Response], Score]) -> _Reward:
-    """A pure and quick reward, which runs in the event loop's own thread."""
+    """A pure and fast reward. It runs in the thread of the event loop."""
 
     async def score(prompt: Prompt, response: _Response) -> Score:
         try:

@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 def key_of(variable: str | None, name: str) -> str | None:
-    """The key of the servers of the block ``name``, from an environment variable. Raises ValueError where it does not hold
+    """The key of the servers of the block ``name``, from an environment variable. Raises ValueError if it does not hold
     one."""
     if variable is None:
         return None
@@ -218,7 +218,7 @@ class ServedReward:
         return text.strip().replace(self._key, "***") if self._key else text.strip()
 
     def wrong_form(self, url: str, problem: str) -> RewardModelError:
-        """problem: what the server sent in it is ``shown``."""
+        """problem: the reason. Text of the server in it must have gone through ``shown``."""
         return RewardModelError(f"{self._name}: {url} {problem}; {self._fix}")
 
     def count_failures(self, scores: Sequence[Score]) -> None:
@@ -242,7 +242,7 @@ async def _beginning(content: aiohttp.StreamReader) -> bytes:
 
 
 def score_of(number: object) -> Score:
-    """The score of a number from a server; a failed one where it is none."""
+    """The score of a number from a server; a failed score if it is not a number."""
     try:
         return to_score(number)
     except (TypeError, ValueError, OverflowError) as error:

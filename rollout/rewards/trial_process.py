@@ -23,7 +23,7 @@ from rollout.servers.watched_process import how_it_ended, server_pid
 from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
 NO_BYTECODE = "-B"
-"""A check leaves no __pycache__ beside the user's module."""
+"""A check leaves no __pycache__ next to the user's module."""
 MOST_READ = 2**16
 """Bytes that are read of what a process has printed, which may be any number."""
 
@@ -58,7 +58,7 @@ class TrialProcess:
         return self.reply(doing, limit, limit_s, fix)
 
     def reply(self, doing: str, limit: str, limit_s: float, fix: str) -> Any:
-        """The process's next reply. Raises ValueError where none comes."""
+        """The process's next reply. Raises ValueError if none comes."""
         began = time.monotonic()
         while not self._has_reply(min(TELL_EVERY_S, max(0.0, began + limit_s - time.monotonic()))):
             waited = time.monotonic() - began

@@ -262,7 +262,7 @@ class AnsweringProcess:
         with self._lock:
             if self._is_closed:
                 raise CancelledError
-            # What it prints goes to the error stream: standard output is for the run's own lines.
+            # Its standard output goes to the error stream: standard output has only the lines of the run.
             process, connection = start_process(
                 self._module, *self._arguments, output=sys.__stderr__.fileno()
             )
@@ -301,7 +301,7 @@ class AnsweringProcess:
         return json.loads(answer)
 
     def _check_start(self, answer: Any) -> None:
-        """Raises WorkerStartError where the first answer says that the process is of no use."""
+        """Raises WorkerStartError if the first answer says that the process cannot be used."""
 
 
 class _Worker(AnsweringProcess):

@@ -67,7 +67,7 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
 
 
 def first_countdown_problem(config: CountdownTask) -> Problem:
-    """The first solvable problem, held out or not. Raises ValueError where there is none."""
+    """The first solvable problem, held out or not. Raises ValueError if there is none."""
     problem = next(solvable_problems(config), None)
     if problem is None:
         raise ValueError(f"no Countdown problem can be made with {config!r}; raise max_number or max_target")
@@ -92,7 +92,7 @@ def long_prompt(config: CountdownTask) -> str:
 
 
 def check_problems(config: CountdownTask) -> None:
-    """Raises ValueError where no problem is left to train on."""
+    """Raises ValueError if no problem is left to train on."""
     if all(is_heldout(problem, config.heldout_fraction) for problem in solvable_problems(config)):
         raise _no_problem_error(config)
 
@@ -137,7 +137,7 @@ def _number_choices(config: CountdownTask) -> list[Numbers]:
     size, highest = config.num_numbers, config.max_number
     if math.comb(highest + size - 1, size) <= MAX_CHOICES[size]:
         return list(combinations_with_replacement(range(1, highest + 1), size))
-    rng = random.Random(f"countdown {size} {highest}")  # every run sees the same problems
+    rng = random.Random(f"countdown {size} {highest}")  # every run gets the same problems
     chosen: set[Numbers] = set()
     while len(chosen) < MAX_CHOICES[size]:
         # Multisets of 1..highest are the strictly ascending tuples of 1..highest+size-1, each element lowered
@@ -339,7 +339,7 @@ def generate_sft_examples(
 
 
 def training_problems(config: CountdownTask) -> list[tuple[Numbers, int]]:
-    """Raises ValueError where there is none."""
+    """Raises ValueError if there is none."""
     problems = [p for p in solvable_problems(config) if not is_heldout(p, config.heldout_fraction)]
     if not problems:
         raise _no_problem_error(config)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 LONGEST_KEPT, SHAPES_KEPT = 256, 1024
 MOST_SURVEYS = 1024
-"""Files whose surveys are kept: a task may have any number of held-out sets, and each is asked for more than once."""
+"""Files whose surveys are kept: a task may have any number of held-out sets, and the survey of each is needed more than once."""
 T = TypeVar("T")
 
 
@@ -276,7 +276,7 @@ def num_bytes(text: str) -> int:
 
 
 def _is_of(record: dict, of: tuple[str, str] | None) -> bool:
-    """Whether a record has the value in the field that ``of`` names; every record where it names none."""
+    """Whether a record has the value in the field that ``of`` names; every record if it names no field."""
     if of is None:
         return True
     try:

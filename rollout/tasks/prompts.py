@@ -18,7 +18,7 @@ from rollout.records import DataPrompt, Message, Messages, WithTools, messages_o
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERED = ("user", "tool")
-"""Roles of a last message, which the model answers."""
+"""Roles of a last message that the model answers."""
 _FORM = '{"role": ..., "content": ...}'
 
 

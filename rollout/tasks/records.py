@@ -49,15 +49,15 @@ def place(path: Path, number: int) -> str:
 
 
 def at_once(error: ValueError) -> NoReturn:
-    """The first bad record ends the reading."""
+    """Stop reading at the first bad record."""
     raise error
 
 
 @contextmanager
 def all_together() -> Iterator[Refuse]:
-    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError tells the first ``MOST_TOLD`` of them, each on
-    a line of its own, and how many more there are; its text is "errors; fix". If the errors have several fixes, each stands
-    behind its error, and the last one is of all."""
+    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError has the first ``MOST_TOLD`` of them, each on a
+    separate line, and how many more there are. Its text is "errors; fix". If the errors have several fixes, each stands
+    behind its error, and the last one is for all."""
     told, count = list[str](), 0
 
     def keep(error: ValueError) -> None:
@@ -174,7 +174,7 @@ def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
 
 
 def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str]) -> Iterator[Record]:
-    import pyarrow  # the import takes a second, which users of JSONL are spared
+    import pyarrow  # imported here, because it takes a second and JSONL needs none of it
     import pyarrow.parquet
 
     try:

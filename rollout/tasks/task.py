@@ -15,12 +15,12 @@ class Problem:
     """A prompt before tokenisation."""
 
     prompt_id: str
-    """Follows from the content alone, so that it is stable over runs and machines."""
+    """Depends only on the content, so it is the same in every run and on every machine."""
     text: str
     """What rewards read; see ``rollout.tasks.prompts.plain_text``."""
     reference: str
     messages: Messages | None = None
-    """The conversation of the data, where it is more than a message of the user."""
+    """The conversation of the data, if it is more than one user message."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas that the chat template renders with the messages."""
     row: Mapping[str, Any] | None = None
@@ -36,8 +36,8 @@ class Problem:
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts over any sequence of items. Each access makes an item a problem and tokenises it, so that half a
-    million problems cost neither time nor memory before they are used.
+    """Prompts over any sequence of items. Each access turns an item into a problem and tokenises it. So half a
+    million problems cost no time and no memory before they are used.
 
     Args:
         where: gives the place of a problem by its number, for messages.
@@ -84,12 +84,12 @@ class LazyPrompts(Sequence[Prompt]):
         )
 
     def may_exceed(self, num_tokens: int) -> Iterator[tuple[int, Prompt]]:
-        """Index and prompt of each that has more than ``num_tokens`` tokens, and maybe of others. Short texts are not
-        tokenised.
+        """Index and prompt of all prompts with more than ``num_tokens`` tokens, and possibly of some others. Short texts are
+        not tokenised.
 
-        The tokens around the texts of a prompt (chat template, system prompt, special tokens) are at most as many as
-        those of the whole first prompt of its roles. A message with further fields, such as calls of tools, and a
-        prompt with tools may have any number around them.
+        The method assumes a bound for the tokens around the texts of a prompt (chat template, system prompt, special
+        tokens): the length of the whole first prompt with the same roles. There is no bound for a prompt with tools,
+        or with a message that has further fields, such as tool calls.
         """
         around: dict[tuple, int] = {}
         for index, item in enumerate(self._items):
@@ -119,7 +119,7 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 def most_tokens(prompt: DataPrompt | Message) -> int:
-    """Upper bound of a text's tokens, or of those of all texts of a conversation: the bytes of the normalised text.
+    """Upper bound of the tokens of a text, or of all texts of a conversation: the bytes of the normalised text.
 
     Normalisation does not change ASCII. UTF-8 of other characters grows at most elevenfold (Unicode FAQ,
     normalization, NFKC and NFKD).
@@ -135,7 +135,7 @@ def longer_than(prompts: Sequence[Prompt], num_tokens: int) -> dict[int, Prompt]
 
 
 def rows_of(prompts: Sequence[Prompt]) -> list[Mapping[str, Any] | None]:
-    """The records of the data file that the prompts come from, as far as they were kept."""
+    """The data file's record of each prompt; None if it was not kept."""
     return prompts.rows() if isinstance(prompts, LazyPrompts) else [prompt.row for prompt in prompts]
 
 
@@ -161,7 +161,7 @@ def without(prompts: Sequence[Prompt], indices: Collection[int]) -> Sequence[Pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The prompts are in a fixed order that is not shuffled here."""
+    """The prompts are in a fixed order. They are not shuffled here."""
 
     name: str
     train: Sequence[Prompt]
@@ -170,4 +170,4 @@ class Task:
     heldout_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """Further held-out prompts, by the names of their sets."""
     num_left_out: int = 0
-    """Prompts to train on that are not in ``train``, since they are too long."""
+    """Number of training prompts that are not in ``train`` because they are too long."""

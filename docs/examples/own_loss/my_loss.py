@@ -6,7 +6,7 @@ LIMIT = 20.0
 
 
 def objective(current_logprobs_T, old_logprobs_T, advantages_T, *, strength):
-    """A spring in place of PPO's clip: -r A + strength / 2 (log r)^2 per token."""
+    """A spring instead of PPO's clip: -r A + strength / 2 (log r)^2 per token."""
     log_ratio_T = (current_logprobs_T - old_logprobs_T).clamp(-LIMIT, LIMIT)
     spring_T = strength / 2 * log_ratio_T.square()
     return -log_ratio_T.exp() * advantages_T + spring_T, {"spring": spring_T}
@@ -23,7 +23,7 @@ def advantage(rewards_S, group_ids_S):
 
 
 def weight(log_ratio_N, *, highest):
-    """A smooth bound in place of truncation: highest * rho / (highest - 1 + rho), which is 1 where rho is 1."""
+    """A smooth bound instead of truncation: highest * rho / (highest - 1 + rho), which is 1 where rho is 1."""
     ratio_N = log_ratio_N.clamp(-LIMIT, LIMIT).exp()
     weights_N = highest * ratio_N / (highest - 1 + ratio_N)
     return weights_N, {"above_1": weights_N > 1}

@@ -53,7 +53,7 @@ def describe(error):
 
 @functools.lru_cache(maxsize=1024)
 def is_library(file):
-    """Whether a file belongs to Python or an installed package, and so is not the user's own."""
+    """Whether a file belongs to Python or an installed package, and so is not the user's."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in names)
     return file.startswith("<") or os.path.realpath(file).startswith(folders)

@@ -50,7 +50,7 @@ def under_guard():
 
 
 def become(command):
-    """Run a command in place of this process, without input. Its orphans are the guard's."""
+    """Replace this process with a command that has no input. The command's orphans become children of the guard."""
     leave_to_the_user()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from .failures import Failure, error_text, place_of, short
 
 def schema_of(function, name=None):
     """The schema of a tool, in OpenAI's form: from the types of the parameters, and from a docstring in Google's or
-    Sphinx' style. Raises Failure where a parameter has no type, or there is no docstring."""
+    Sphinx' style. Raises Failure if a parameter has no type, or there is no docstring."""
     name = name or getattr(function, "__name__", None)
     if not callable(function) or name is None:
         raise Failure(f"tool {short(function)} is no function with a name; define one")
