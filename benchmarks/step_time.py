@@ -185,9 +185,9 @@ class Watch:
         self.minibatches.append(minibatch)
         return self._update(minibatch, policy=policy)
 
-    def log(self, step, metrics, alarms):
+    def log(self, step, metrics):
         self.metrics = metrics
-        self._tracker.log(step, metrics, alarms)
+        self._tracker.log(step, metrics)
 
     def __getattr__(self, name):
         return getattr(self._tracker, name)

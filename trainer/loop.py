@@ -42,7 +42,6 @@ from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_clock import StepClock, clocked
 from trainer.step_metrics import evaluation_metrics, step_metrics, step_rewards
-from trainer.tracking.alarms import check_alarms
 from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker
 from trainer.turns import OwnDevices
@@ -140,7 +139,7 @@ def train(run: Run) -> None:
                 group=learner.groups.dp_group,
             )
             if run.tracker is not None:
-                run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
+                run.tracker.log(step, metrics.recorded)
             if run.ledger is not None and sampled.stats is not None:
                 run.ledger.enter(step, sampled.stats)
             farthest = partial(farthest_token, batch, learner_T, learner.groups.dp_group)
@@ -191,8 +190,7 @@ def evaluate_before(run: Run) -> None:
     evaluation = evaluate(run, run.first_step - 1, clock)
     evaluated = {} if evaluation is None else evaluation_metrics(evaluation)
     if run.tracker is not None and evaluated:
-        recorded = evaluated | {"time/evaluation": clock.seconds["evaluation"]}
-        run.tracker.log(run.first_step - 1, recorded, check_alarms(evaluated, run.config.alarms))
+        run.tracker.log(run.first_step - 1, evaluated | {"time/evaluation": clock.seconds["evaluation"]})
     if run.first_step > 1:  # it has a checkpoint, from which the run was resumed
         tell_once(run, "best checkpoint", run.checkpointer.after_owed_evaluation(run.learner, evaluated))
 

@@ -250,6 +250,8 @@ METRICS = {entry.name: entry for entry in (
     Entry("sampling/left_out_prompts", None, "prompts", "prompts of the data that are too long (task.too_long_prompts)"),
     Entry("sampling/seconds", None, "s", "seconds from the learner's request for the step's groups to the answer"),
     *_evaluation("eval/", "held-out problems", "samples: held-out problems times samples_per_prompt"),
+    Entry("eval/accuracy_fall", None, "standard errors",
+          "the best accuracy of an evaluation before this one, less this one's, in standard errors of the difference"),
     Entry("eval/pass_at/*", None, "share of problems",
           "pass@k, a star is k: an unbiased estimate of the share of held-out problems of which k samples hold a right one"),
     *_evaluation("eval/greedy/", "held-out problems, one each at temperature 0", "such answers (evaluation.greedy)"),

@@ -39,6 +39,10 @@ class AlarmsConfig(Schema):
     samples fail, the run ends. An evaluation with a larger share cannot be the best one
     (``checkpoint.keep_best``)."""
 
+    accuracy_fall_max: PositiveFloat | None = 4.0
+    """Largest fall of the held-out accuracy below the best evaluation before it, in standard errors of the difference.
+    A run whose policy does not change hardly ever falls so far by chance, even in a hundred evaluations."""
+
     def _contradictions(self) -> Iterator[Contradiction]:
         low, high = self.weight_mean_min, self.weight_mean_max
         if low is not None and high is not None and low >= high:

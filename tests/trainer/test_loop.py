@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from configs.loader import load_config
-from configs.schema.alarms import AlarmsConfig
 from configs.schema.objective import KLConfig
 from rollout.sampling.messages import EvaluationResult
 from tests.support.packed_batches import random_batch
@@ -20,7 +19,6 @@ from trainer.loop import Run, train
 from trainer.ranks.metrics import values
 from trainer.ranks.totals import alone
 from trainer.sampling import Sampled
-from trainer.tracking.alarms import check_alarms
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
 TAKES_S = {
@@ -44,7 +42,6 @@ def stepped(monkeypatch):
         "compute_advantages",
         "step_rewards",
         "step_metrics",
-        "check_alarms",
         "learner_logprobs",
         "farthest_token",
     ):
@@ -124,7 +121,7 @@ def test_the_order_of_a_step(stepped):
         "[logprobs]", "devices.give_to_learner", "learner.score", "correct", "learner.kl_in_reward.penalty", "compute_advantages",
         "recorder.record", "[update]", "learner.update", "learner.update", "learner_logprobs", "samples.keep",
         "[sampling]", "sampler.drain", "[sync]", "weight_sync.publish", "[evaluation]", "sampler.evaluate", "samples.keep_evaluation",
-        "step_rewards", "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",
+        "step_rewards", "step_metrics", "tracker.log", "ledger.enter", "weight_sync.check_samples",
         "[checkpoint]", "checkpointer.after_step",
     ]  # fmt: skip
 
@@ -146,18 +143,15 @@ def test_a_best_step_that_could_not_be_named_is_told_of():
     run.tracker.warn_once.assert_called_once_with("best checkpoint", "no space")
 
 
-def test_failed_rewards_of_an_evaluation_are_told_before_and_within_the_steps(stepped, monkeypatch):
+def test_failed_rewards_of_an_evaluation_are_told_before_and_within_the_steps(stepped):
     failing = replace(EVALUATED, failed=2, first_failure="prompt h0")
     run = Mock(first_step=1)
     run.sampler.evaluate.return_value = failing
-    run.config.alarms = AlarmsConfig()
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "check_alarms", check_alarms)
-        loop.evaluate_before(run)
+    loop.evaluate_before(run)
     about, told = run.tracker.warn_once.call_args.args
     assert told.startswith("step 0: rewards of the evaluation failed") and told.endswith("of prompt h0")
-    step, recorded, (alarm,) = run.tracker.log.call_args.args
-    assert (step, recorded["eval/failed_fraction"], alarm.name) == (0, 0.5, "reward_failed_max")
+    step, recorded = run.tracker.log.call_args.args
+    assert (step, recorded["eval/failed_fraction"]) == (0, 0.5)
     calls = stepped("steps=2", "evaluation={every: 2, at_ends: false}", evaluated=failing)
     told = [call.args for call in calls.tracker.warn_once.call_args_list if call.args[0] == about]
     assert [text.partition(":")[0] for _, text in told] == ["step 2"]
@@ -231,7 +225,7 @@ def test_metrics_and_checks_get_what_was_measured(stepped):
     measured = calls.step_metrics.call_args.kwargs["measured"]
     assert measured == ["of KL", "of advantages", "of correction", calls.step_rewards.return_value]
     metrics, (gap, farthest) = calls.step_metrics.return_value, calls.weight_sync.check_samples.call_args.args
-    assert calls.tracker.log.call_args.args == (1, metrics.recorded, calls.check_alarms.return_value)
+    assert calls.tracker.log.call_args.args == (1, metrics.recorded)
     assert calls.checkpointer.after_step.call_args.kwargs["evaluated"] is metrics.recorded
     assert gap is metrics.sampled_gap and farthest("nats") is calls.farthest_token.return_value
     assert calls.farthest_token.call_args.args[3] == "nats"

@@ -44,6 +44,7 @@ from trainer.step_metrics import (
 )
 from trainer.tracking.alarms import _Rule
 from trainer.tracking.console import Column
+from trainer.tracking.held_out import BestAccuracy
 from trainer.weight_sync import SyncResult
 
 CORRECTION = CorrectionConfig(
@@ -160,6 +161,7 @@ def whole_step(**changes) -> StepMetrics:
 
 def test_a_step_records_what_the_table_has_and_nothing_else():
     recorded = whole_step().recorded
+    recorded |= BestAccuracy([recorded]).fall_to(recorded)
     assert [name for name in recorded if find_entry(name) is None] == []
     assert METRICS.keys() - {entry_of(name).name for name in recorded} == set()
 

@@ -166,6 +166,17 @@ _RULES = (
         advice="read the first failures in the sample role's log (`tandem logs RUN --role sample`), which name the prompt and the line of "
         "code; raise reward.timeout_s if it is too short",
     ),
+    _Rule(
+        name="accuracy_fall_max",
+        metrics=("eval/accuracy_fall",),
+        healthy=operator.le,
+        wrong="by standard errors the held-out accuracy is far below the best evaluation before it: the run unlearns",
+        cause="a learning rate that is too high, a gap that is not corrected, or a reward that the policy satisfies in another way than "
+        "the held-out problems ask for",
+        advice="read its answers (`tandem samples RUN --evaluation`); compare reward/mean, policy/entropy and response/length_mean of "
+        "the steps since the best evaluation; resume from a checkpoint before the fall with a lower optimizer.lr "
+        "(`checkpoint.keep_best=eval/accuracy` keeps the best one)",
+    ),
 )
 
 

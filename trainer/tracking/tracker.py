@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +22,9 @@ from rollout.terminal_text import tandem_command
 from trainer.file_system import LineFile
 from trainer.metric_names import find_entry
 from trainer.ranks.interruption import StopRequested
-from trainer.tracking.alarms import Alarm
+from trainer.tracking.alarms import check_alarms
 from trainer.tracking.console import Console
+from trainer.tracking.held_out import BestAccuracy
 from trainer.tracking.metrics_file import keep_until
 from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
 from trainer.tracking.publisher import Publisher, services_of
@@ -59,13 +60,14 @@ class Tracker:
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
         self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         """Seconds of the attempts before a resume, up to the step that it continues from."""
+        self._best_accuracy = BestAccuracy(kept)
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
         self._evaluation, self._evaluation_s = config.evaluation, 0.0
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._warned: set[str] = set()
         self._named: set[str] = set()
-        self._alarming: set[str] = set()
+        self._alarms, self._alarming = config.alarms, set[str]()
         self._closed = False
         self._path, self._file = path, LineFile(path)
         self._console = Console(run_dir / "console.log", config)
@@ -84,8 +86,9 @@ class Tracker:
                 later = f"`{tandem_command('publish', run_dir, '--to', service)}` does it later"
                 self._warn_of(service, f"the metrics are not copied to {service} ({error}); {later}")
 
-    def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
-        """Record one step. A later evaluation of the same step joins its line; ValueError for an earlier step.
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step, and print its alarms. An evaluation is compared with the best one before it
+        (``eval/accuracy_fall``). A later evaluation of the same step joins its line; ValueError for an earlier step.
 
         The console prints an alarm in full when it begins, and again only after it had stopped.
 
@@ -100,6 +103,7 @@ class Tracker:
             raise ValueError(
                 f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
             )
+        metrics = {**metrics, **self._best_accuracy.fall_to(metrics)}
         for name in metrics.keys() - self._named:
             self._named.add(name)
             if find_entry(name) is None:
@@ -123,6 +127,7 @@ class Tracker:
         self._last_line = whole
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._left_s(step, now, values))
+        alarms = check_alarms(metrics, self._alarms)
         for alarm in alarms:
             if alarm.name not in self._alarming:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)

@@ -32,6 +32,7 @@ HEALTHY = {
     "mismatch/rejected/total/tokens": 0.01,
     "mismatch/rejected/total/sequences": 0.01,
     "reward/failed_fraction": 0.0,
+    "eval/accuracy_fall": 2.5,
 }
 FIRING = [
     ("kept_min", "mismatch/kept_fraction", 0.0),
@@ -54,6 +55,7 @@ FIRING = [
     ("reward_failed_max", "eval/failed_fraction", 0.06),
     ("reward_failed_max", "eval/greedy/failed_fraction", 0.06),
     ("reward_failed_max", "eval/set/hard/failed_fraction", 0.06),
+    ("accuracy_fall_max", "eval/accuracy_fall", 4.1),
 ]
 
 
@@ -123,6 +125,7 @@ def test_the_metrics_that_alarms_read_are_the_ones_that_are_written():
         "policy/first_ratio_min",
         "mismatch/weight_normaliser",
         "reward/failed_fraction",
+        "eval/accuracy_fall",
     }
     assert HEALTHY.keys() - written.keys() == elsewhere
 

@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import RunConfig
-from configs.schema.alarms import AlarmsConfig
 from launch.roles.learn import warn_of_lost_lines
 from rollout.client import RolloutError
 from trainer.loop import tell_of_failed_rewards
@@ -31,8 +30,8 @@ from trainer.ranks.interruption import StopRequested
 from trainer.sampling import Sampled
 from trainer.tracking import metrics_file, mlflow_thread
 from trainer.tracking import tracker as tracking
-from trainer.tracking.alarms import check_alarms
 from trainer.tracking.console import HEADER_EVERY, columns_of, duration, header, row
+from trainer.tracking.held_out import BestAccuracy
 from trainer.tracking.ledger import LEDGER, Ledger, read_ledger
 from trainer.tracking.metrics_file import read_metrics, rows_from_the_end
 from trainer.tracking.provenance import provenance
@@ -842,7 +841,7 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
     with Tracker(make_config(), tmp_path) as tracker:
         for step, value in ess.items():
             metrics = {"mismatch/ess": value, "mismatch/chi2_token": chi2.get(step, 0.0)}
-            tracker.log(step, metrics, check_alarms(metrics, AlarmsConfig()))
+            tracker.log(step, metrics)
     out = capsys.readouterr().out
     assert out == (tmp_path / "console.log").read_text(encoding="utf-8")
     told = [line for line in out.splitlines() if line.startswith("  ! ")]
@@ -853,6 +852,36 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
     lines = out.splitlines()
     # Under its own step.
     assert all(lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told)
+
+
+def test_a_fall_of_the_accuracy_below_the_best_is_an_alarm_also_after_a_resume(tmp_path, capsys):
+    def evaluation(accuracy: float, error: float | None = 0.03) -> dict[str, float]:
+        return {"eval/accuracy": accuracy, "eval/count": 400.0, "eval/accuracy_error": error}
+
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, accuracy in ((0, 0.3), (2, 0.5), (4, 0.4), (6, 0.2)):
+            tracker.log(step, evaluation(accuracy))
+    with Tracker(make_config(), tmp_path, resumed_from_step=4) as tracker:
+        tracker.log(5, {"reward/mean": 0.5})
+        tracker.log(6, evaluation(0.1, error=0.04))
+    falls = {row["step"]: row.get("eval/accuracy_fall") for row in read_metrics(tmp_path / "metrics.jsonl")}
+    assert falls == {
+        0: None, 2: pytest.approx(-0.2 / (0.03 * 2**0.5)), 4: pytest.approx(0.1 / (0.03 * 2**0.5)),
+        5: None, 6: pytest.approx(0.4 / 0.05),
+    }  # fmt: skip
+    told = [
+        line.split(" (alarms.")[0] for line in capsys.readouterr().out.splitlines() if "accuracy_fall" in line
+    ]
+    assert told == ["  ! step 6: eval/accuracy_fall is 7.071", "  ! step 6: eval/accuracy_fall is 8"]
+
+
+def test_an_accuracy_without_spread_is_not_exact():
+    """Of 10 answers all right, then all wrong: the errors of 0 count as a tenth each."""
+    of_ten = {"eval/count": 10, "eval/accuracy_error": 0.0}
+    best = BestAccuracy([of_ten | {"eval/accuracy": 1.0}])
+    assert best.fall_to(of_ten | {"eval/accuracy": 0.0}) == {"eval/accuracy_fall": pytest.approx(10 / 2**0.5)}
+    one_problem = {"eval/accuracy": 0.0, "eval/count": 8}
+    assert best.fall_to(one_problem) == {} and best.fall_to({"reward/mean": 1.0}) == {}
 
 
 def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
