@@ -146,7 +146,7 @@ def test_turns_are_printed_with_yaml_that_says_so(config):
     assert isinstance(planned, RunConfig)
     assert planned.layout.world_size == planned.rollout.tp * planned.rollout.replicas == 8
     separate = run(config, "--gpu", "h100", "--top", "1")
-    assert "launch.placement=colocated plans turns on the same ones" in separate.stdout
+    assert "launch.placement=colocated plans turns on the same GPUs" in separate.stdout
     assert "placement: " not in separate.stdout
 
 

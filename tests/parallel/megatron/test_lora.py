@@ -293,7 +293,7 @@ def test_a_checkpoint_belongs_to_its_base_and_settings(folder, tmp_path):
         "whose weights are not those of": (make_engine(other, lora=LORA), 1),
         r"alpha=6.0 \(now 7.0\)": (make_engine(folder, lora=LORA | {"alpha": 7.0}), 1),
         "targets=": (make_engine(folder, lora=LORA | {"targets": ["qkv"]}), 1),
-        "adapters of .* alone, and this run has no learner.lora": (make_engine(folder), 1),
+        "it holds only adapters of .*, and this run has no learner.lora": (make_engine(folder), 1),
         "every weight and no adapters, and this run has learner.lora": (make_engine(folder, lora=LORA), 2),
     }
     for text, (refusing, step) in wrong.items():
