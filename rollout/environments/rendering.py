@@ -262,7 +262,7 @@ class ChatRenderer:
         if ids[0] not in self._added.values() and len(ids) > 1:
             raise ValueError(
                 f"{self._name} closes the assistant's turn with the text {last!r} of {len(ids)} tokens, which cannot "
-                f"stop sampling; {_FIX}, in which one token closes it"
+                f"stop sampling; {_FIX}, so that one token closes the turn"
             )
         return ids[0]
 
@@ -362,8 +362,8 @@ class ChatRenderer:
                 whole = self.encode(ANSWER + end + suffix.text)
                 if whole[-len(ids) :] != ids:
                     raise ValueError(
-                        f"{self._name}: an answer that ends with {end!r} and what follows it (role {role!r}) become tokens "
-                        f"together; {_FIX}, in which a special token closes the assistant's turn"
+                        f"{self._name}: the tokenizer merges the end {end!r} of an answer with what follows it (role {role!r}); "
+                        f"{_FIX}, so that a special token closes the assistant's turn"
                     )
 
     def _reply_probes(self) -> list[tuple[str, Sequence[Message]]]:

@@ -29,8 +29,8 @@ class TokenSequence:
         self._length = 0
         self._turns: list[Turn] = []
         self.known_experts: KnownExperts | None = None
-        """All inputs up to the last token of the last turn, by the weights that sampled it. None: before the first turn, and
-        after an answer without experts or tokens."""
+        """Experts are known for all inputs before the last token of the last turn, by the weights that sampled that token. None:
+        before the first turn, and after an answer without experts or tokens."""
 
     @classmethod
     def of_single_turn(cls, prompt_ids: Sequence[int], completion: Completion) -> Self:
@@ -138,11 +138,13 @@ class TokenSequence:
         return KnownExperts(before=self._length - 1, version=int(last.token_versions[-1]))
 
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """(experts of each token, whether they are known). A token has the experts by the newest weights that sampled a turn
-        after it, if an answer had them.
+        """(experts of each token, whether they are known); None if no answer had any.
+
+        A token has the experts by the newest weights that sampled a turn after it, if an answer had them.
 
         After an update, even inside a turn, the server recomputes the whole sequence, and may choose other experts for its
-        beginning. Later tokens were not sampled by the experts from before the update."""
+        beginning. Later tokens were not sampled by the experts from before the update.
+        """
         known = [sampled.experts for _, sampled in self._parts if sampled and sampled.experts is not None]
         if not known:
             return None, None

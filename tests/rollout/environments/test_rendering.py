@@ -317,7 +317,7 @@ REFUSED = {
     "an end of plain text": (CHATML.replace("<|im_end|>\n", "\nEND OF TURN\n"), "tokens, which cannot stop sampling"),
     "an end that becomes a token with the answer": (
         "{% for m in messages %}{{ m.content }}#{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-        r"an answer that ends with '#' and what follows it \(role 'user'\) become tokens together",
+        r"the tokenizer merges the end '#' of an answer with what follows it \(role 'user'\)",
     ),
     "no header": (CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "ignores add_generation_prompt"),
     "the answer is left out": (
