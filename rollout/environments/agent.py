@@ -1,7 +1,7 @@
-"""Episodes of an unchanged agent: a separate program that requests its turns from the gateway as it would from OpenAI.
+"""Episodes of an unchanged agent: a separate program that requests its turns from the gateway.
 
-The agent gets OPENAI_BASE_URL, OPENAI_API_KEY and TANDEM_PROBLEM. Its requests become the turns of an episode
-(``gateway_session.py``). The episode ends when the agent ends.
+The agent gets OPENAI_BASE_URL, OPENAI_API_KEY and TANDEM_PROBLEM. It calls the gateway as it would call OpenAI,
+and its requests become the turns of an episode (``gateway_session.py``). The episode ends when the agent ends.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rollout.servers.watched_process import how_it_ended
 from rollout.terminal_text import on_one_visible_line
 
 LARGEST_PROBLEM = 2**17 - 2**10
-"""Bytes of TANDEM_PROBLEM: Linux takes 128 KiB for one variable."""
+"""Bytes of TANDEM_PROBLEM: Linux allows 128 KiB for one variable."""
 LONGEST_TAIL = 1000
 """Characters of an agent's error output in an error."""
 
@@ -58,10 +58,10 @@ class AgentEpisodes:
         if not session.num_turns:
             raise session.limit or EpisodeFailed(
                 Status.FAILED,
-                f"the agent ended without a turn: nothing that it asked of OPENAI_BASE_URL was answered{_why(process, session)}",
+                f"the agent ended without a turn: no request to OPENAI_BASE_URL was answered{_why(process, session)}",
             )
         outcome = await self._outcome(process, session)
-        # An agent that ends in order after a limit is scored, and the metrics count the limit.
+        # An agent that exits with 0 after a limit is scored, and the metrics count the limit.
         return outcome if session.limit is None else replace(outcome, status=session.limit.status)
 
     async def _end_of(self, process: AgentProcess, session: GatewaySession, context: Context) -> int:
@@ -108,7 +108,7 @@ class AgentEpisodes:
         return told
 
     def _variables(self, session: GatewaySession, told: str) -> dict[str, str]:
-        # A proxy of the machine does not know this server. Programs read the name in either case, many the small one.
+        # The machine's proxy does not know this server. Programs read the name in either case, many only in lower case.
         known = [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), urlsplit(session.base_url).hostname]
         direct = ",".join(dict.fromkeys(filter(None, known)))
         return {
@@ -122,7 +122,7 @@ class AgentEpisodes:
 
 
 def _why(process: AgentProcess, session: GatewaySession) -> str:
-    """The last request that was refused, and the end of the agent's error output, in which a model may have a say."""
+    """The last refused request, and the end of the agent's error output, which may hold a model's text."""
     refusal = f"; a request was refused with {session.last_refusal}" if session.last_refusal else ""
     errors = on_one_visible_line(process.errors)
     shown = errors if len(errors) <= LONGEST_TAIL else f"…{errors[-LONGEST_TAIL:]}"
@@ -140,7 +140,7 @@ def _reward_of(line: str) -> tuple[float, dict[str, float]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise EpisodeFailed(
             Status.REWARD_FAILED,
-            f"the last line of the agent is {line[:200]!r}, but environment.reward=agent needs "
+            f"the last line that the agent printed is {line[:200]!r}, but environment.reward=agent needs "
             '{"reward": number, "parts": {name: number}}',
         ) from error
 

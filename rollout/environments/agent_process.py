@@ -1,7 +1,7 @@
 """The process of an agent: a command under a guard (``tandem_worker``), in its own working folder.
 
-The guard kills everything that the agent has started, daemons too, when the agent ends or is ended. Of what the agent
-prints the ends are kept.
+When the agent ends or is ended, the guard kills everything that it has started, daemons too. Only the ends of its
+output streams are kept.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from rollout.records import Status
 logger = logging.getLogger(__name__)
 
 LARGEST_LINE = 2**16
-"""Bytes that are kept of the end of what an agent prints."""
+"""Bytes that are kept from the end of each of an agent's output streams."""
 END_OF_OUTPUT_S = 2.0
-"""Time for the end of the pipes after the end of the processes that have them."""
+"""Time for the pipes to end after the processes that hold them have ended."""
 PYTHON = "{python}"
 
 Inherited = Callable[[], Mapping[str, str]]
-"""The variables of this process that an agent gets, now."""
+"""Gives the environment variables that an agent inherits from this process, as they are at the call."""
 
 
 def command_of(config: AgentEnvironment) -> list[str]:
-    """The command with whole paths, from the current folder. Raises ValueError: its program is missing or cannot be
-    run."""
+    """The command with its files as absolute paths. Raises ValueError if a file is missing or the program is not
+    executable."""
     words = [sys.executable if word == PYTHON else _whole_path(word) for word in config.command]
     program = words[0]
     if program.endswith(".py"):
         words = [sys.executable, *words]
     elif shutil.which(program) is None:
         raise ValueError(
-            f"environment.command={list(config.command)}: there is no program {program!r} in {os.getcwd()} or on PATH that may "
-            "be run; correct its name, or run from the folder that holds it"
+            f"environment.command={list(config.command)}: there is no program {program!r} in {os.getcwd()} or on PATH, or it "
+            "is not executable; correct its name, or run from the folder that holds it"
         )
     script = words[1] if words[0] == sys.executable and len(words) > 1 else ""
     if script.endswith(".py") and not os.path.isfile(script):
@@ -52,13 +52,13 @@ def command_of(config: AgentEnvironment) -> list[str]:
 
 
 def _whole_path(word: str) -> str:
-    # Not resolved: an interpreter of a virtual environment is a link, which must stay one.
+    # Links are not resolved: the interpreter of a virtual environment is a link and must stay one.
     return os.path.abspath(word) if os.path.isfile(word) else word
 
 
 class AgentStarter(Protocol):
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
-        """An agent in ``folder``, with ``agent_variables``. Raises EpisodeFailed."""
+        """Start an agent in ``folder``, with ``agent_variables``. Raises EpisodeFailed."""
         ...
 
 
@@ -96,11 +96,11 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """Of its guard."""
+        """The guard's."""
         return self._guard.pid
 
     async def ended(self) -> int:
-        """The exit code, above 128 after a signal. Returns after everything that it started is gone."""
+        """The exit code, above 128 after a signal. Returns after everything that the agent started is gone."""
         await asyncio.wait(self._readers)
         return await self._guard.wait()
 
@@ -109,7 +109,7 @@ class AgentProcess:
         _, waiting = await asyncio.wait(self._readers, timeout=END_OF_OUTPUT_S)
         if waiting:
             logger.warning(
-                "a process that an agent started outlives the agent's guard (pid %d), and holds its output; look for it",
+                "a process that an agent started outlives the agent's guard (pid %d) and holds its output open; end it yourself",
                 self.pid,
             )
             self._guard._transport.close()  # pyright: ignore[reportAttributeAccessIssue] - only this closes the pipes
@@ -117,7 +117,7 @@ class AgentProcess:
 
     @property
     def last_line(self) -> str:
-        """Of what it printed, without blank lines."""
+        """The last line that it printed and that is not blank."""
         return next((line for line in reversed(self._printed.text.splitlines()) if line.strip()), "")
 
     @property
@@ -143,8 +143,8 @@ class _Tail:
 
 @asynccontextmanager
 async def running(starter: AgentStarter, variables: Mapping[str, str]) -> AsyncIterator[AgentProcess]:
-    """An agent. Leaving ends it, with everything that it started, and removes its folder. Raises EpisodeFailed: it
-    cannot be started."""
+    """Start an agent. On exit, end it with everything that it started, and remove its folder. Raises EpisodeFailed if
+    it cannot be started."""
     async with own_folder("tandem-agent-") as folder:
         process = AgentProcess(await starter.start(folder, variables))
         try:

@@ -1,8 +1,8 @@
-"""Agents that are forked behind the modules that they import (``environment.preload``).
+"""Forks agents from a template process that has already imported their modules (``environment.preload``).
 
-Importing OpenAI's client takes a CPU second, and each episode is a separate process. The template imports once; a fork of
-it takes milliseconds. ``tandem_worker/template.py`` is its process. Nobody but this one reaches it: they share a pair of
-sockets without a name.
+Importing OpenAI's client takes a CPU second, and each episode is a separate process. The template imports once; a fork
+of it takes milliseconds. It runs ``tandem_worker/template.py``. Only this process can reach it, through an unnamed pair
+of sockets.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ async def agent_starter(config: AgentEnvironment, keys: Collection[str] = ()) ->
     async with AgentTemplate(
         command, config.preload, inherited, start_timeout_s=config.start_timeout_s
     ) as template:
-        await template.ready()  # no episode's time
+        await template.ready()  # here, so that it takes no time of an episode
         yield template
 
 
@@ -76,13 +76,13 @@ def check_agent(config: AgentEnvironment, keys: Collection[str] = ()) -> None:
 
 
 class AgentTemplate:
-    """Starts agents, inside ``async with``. Where the template has ended, the next agent starts another.
+    """Starts agents, inside ``async with``. If the template has ended, the next agent starts another.
 
     Args:
         command: a Python, its script, and the script's arguments.
         modules: imported before the first fork.
-        inherited: the variables that an agent gets of this process.
-        start_timeout_s: time for that.
+        inherited: gives the variables that an agent inherits from this process.
+        start_timeout_s: time to start the template and import the modules.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AgentTemplate:
             await self._start()
 
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
-        """An agent in ``folder``, under its guard.
+        """Start an agent in ``folder``, under its guard.
 
         Raises:
             EpisodeFailed: it cannot be forked.
@@ -138,7 +138,7 @@ class AgentTemplate:
             socket.send_fds(self._socket, [b"fork"], list(descriptors))
             reply = json.loads(await self._reply(FORK_TIMEOUT_S))
         except (OSError, ValueError, TimeoutError) as error:
-            await self._end()  # the next episode has another
+            await self._end()  # the next episode starts another
             raise EpisodeFailed(
                 Status.FAILED, f"the agent cannot be started: its template ended: {error}"
             ) from error
@@ -191,7 +191,7 @@ class AgentTemplate:
     async def _end(self, within_s: float = END_TIMEOUT_S) -> int:
         """End the template. Running agents continue, each under its guard. -> its exit code
 
-        within_s: time to end by itself, which it does as its socket closes. Killing a process that has just ended would
+        within_s: time to end by itself, which it does when its socket closes. Killing a process that has just ended would
         lose its exit code: asyncio's watcher and ``kill`` both wait for it.
         """
         if self._socket is not None:
@@ -209,13 +209,13 @@ class AgentTemplate:
 
 
 class ForkedGuard:
-    """A guard that is not this process's child. See ``agent_process.Guard``."""
+    """A guard that is not this process's child. See ``guarded_process.Guard``."""
 
     def __init__(
         self, pid: int, stdin: int, streams: Sequence[tuple[asyncio.StreamReader, asyncio.BaseTransport]]
     ) -> None:
         (self.stdout, out), (self.stderr, errors), (status, _) = streams
-        # Closing happens once, however often it is called.
+        # Each is closed once, however often its closing is called.
         self.pid, self.stdin, self._transport = pid, ExitStack(), ExitStack()
         self.stdin.callback(os.close, stdin)
         self._transport.callback(errors.close)
@@ -235,7 +235,7 @@ def _pipe(closing: ExitStack) -> tuple[int, int]:
 
 
 async def _stream(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
-    """Of a pipe, which is closed at its end."""
+    """A reader of a pipe, and its transport, which closes when the pipe ends."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)

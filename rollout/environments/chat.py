@@ -1,7 +1,7 @@
 """Episodes of messages: from the environment's messages to tokens, and from sampled tokens to a message.
 
-The renderer gives the tokens of new messages alone. What the policy sampled stays as it was sampled, and is decoded
-only for the environment and for the parser of tool calls.
+The renderer gives only the tokens of new messages. Sampled tokens stay as they were sampled. They are decoded only for
+the environment and for the parser of tool calls.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -49,21 +49,21 @@ ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """How messages become tokens, and texts messages."""
+    """How messages become tokens, and sampled texts become messages."""
 
     renderer_of: Callable[[Tools], Renderer]
     """Raises ValueError if the template cannot be used with these tools."""
     parse: ParseCalls | None = None
-    """Finds the tool calls in a text, and the thinking. None: there are none, and an agent's requests with tools are
-    refused."""
+    """Finds the tool calls and the thinking in a text. None: nothing is looked for, and an agent's requests with tools
+    are refused."""
     system_prompt: str | None = None
     """First message of each problem."""
 
     async def read_turn(
         self, context: Context, completion: Completion, renderer: Renderer, tools: Tools
     ) -> tuple[ParsedTurn, bool]:
-        """(what was sampled, without the template's end of a turn, whether that was sampled). It need not be an end token of
-        the model."""
+        """(the sampled turn without the template's end of a turn, whether that end was sampled). The template's end need
+        not be an end token of the model."""
         sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
         if sampled_end:
             completion = replace(completion, token_ids=completion.token_ids[:-1])
@@ -74,7 +74,7 @@ class Conversation:
 
 
 class ChatEpisodes:
-    """An ``Environment`` of the user's messages."""
+    """An ``Environment`` in which the user's environment gives the messages."""
 
     def __init__(self, pool: EpisodeSource, conversation: Conversation) -> None:
         self._pool, self._conversation = pool, conversation
@@ -84,7 +84,7 @@ class ChatEpisodes:
 
         Raises:
             EnvironmentStartError: no process can be started.
-            ValueError: the template cannot be used, or nothing finds the calls of the environment's tools.
+            ValueError: the template cannot be used, or the environment has tools but no parser finds their calls.
         """
         ready = await self._pool.ready()
         self._require_parser(ready.tools)
@@ -115,7 +115,7 @@ class ChatEpisodes:
             )
             if turn.error is not None:
                 totals.unparsed += 1
-                # The error may name what the policy called: a half of a surrogate pair there has no tokens.
+                # The error may quote the policy's call, and tokenizers refuse half of a surrogate pair.
                 answer = readable(f"Error: the tool call could not be read: {turn.error}")
                 messages = [{"role": "user", "content": answer}]
             else:
@@ -133,11 +133,13 @@ class ChatEpisodes:
 
 @contextmanager
 def _messages_of_the_environment() -> Iterator[None]:
-    """Inside, what the template refuses fails the episode."""
+    """Messages that the template refuses fail the episode."""
     try:
         yield
-    except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair has no tokens
-        raise EpisodeFailed(Status.FAILED, f"the environment's messages have no tokens: {error}") from error
+    except (ValueError, TypeError) as error:  # TypeError: tokenizers refuse half of a surrogate pair
+        raise EpisodeFailed(
+            Status.FAILED, f"the environment's messages cannot become tokens: {error}"
+        ) from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +162,7 @@ class _Totals:
         self.errors += stepped.tool_errors
 
     async def outcome(self, context: Context, last_answer: str) -> Outcome:
-        """Of the steps' rewards; without any, of the run's reward of the last answer."""
+        """The reward is the sum of the steps' rewards. If no step gave one, it is the run's reward of the last answer."""
         parts = dict(self.parts)
         if self.has_tools:
             counts = {"tool_calls": self.calls, "tool_errors": self.errors, "unread_calls": self.unparsed}
@@ -171,7 +173,7 @@ class _Totals:
 
 
 def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]:
-    """What ``reset`` gets."""
+    """The fields that ``reset`` gets."""
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return {
         "prompt_id": problem.prompt_id,
@@ -183,14 +185,14 @@ def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]
 
 
 def message_of(turn: ParsedTurn, *, first_call: int) -> Message:
-    """first_call: number of the turn's first call in its episode."""
+    """The policy's turn as a message. first_call: number of its first call in the episode."""
     message: Message = {"role": "assistant", "content": turn.content}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [
             {
-                "id": f"call{number:05d}",  # nine letters and digits: Mistral's templates want as many
+                "id": f"call{number:05d}",  # nine letters and digits, as Mistral's templates require
                 "type": "function",
                 "function": {"name": call["name"], "arguments": call["arguments"]},
             }

@@ -12,7 +12,7 @@ class EpisodeClock:
     def __init__(self) -> None:
         self._num_waiting = 0
         self._left_s: dict[asyncio.Timeout, float] = {}
-        """Of each deadline, at the last time that the clock was stopped."""
+        """Seconds left of each deadline when the clock was last stopped."""
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

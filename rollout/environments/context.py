@@ -1,4 +1,4 @@
-"""The contexts of one episode: each is a sequence of tokens, and the engine that continues it."""
+"""The contexts of one episode: each is a sequence of tokens with the engine that continues it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     max_turns: int
-    """Of all sequences together."""
+    """Turns of all sequences together."""
     max_tokens: int
-    """Of a whole sequence."""
+    """Tokens of a whole sequence."""
     max_new_tokens: int
-    """Of one turn."""
+    """Sampled tokens of one turn."""
     max_prompt_tokens: int = 2**31 - 1
-    """Of the tokens that a turn continues: servers take no longer ones."""
+    """Tokens that a turn may continue: servers accept no longer prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Texts:
     end_token_ids: frozenset[int]
     """Tokens that end a response; they are no part of its text."""
     vocab_size: int
-    """Of the model: token ids are below it."""
+    """The model's: token ids are below it."""
     _text_of: Decode = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class _Episode:
     """What the contexts of an episode share."""
 
     turns: int = 0
-    """Asked for, of all sequences."""
+    """Requested turns of all sequences."""
     requests: TasksToEnd = field(default_factory=TasksToEnd)
     is_over: bool = False
     clock: EpisodeClock = field(default_factory=EpisodeClock)
@@ -98,8 +98,8 @@ class EpisodeContext:
         return self.sequence.token_ids
 
     def sequences(self) -> list[TokenSequence]:
-        """Of the episode, which this context began: its own, and behind it each fork with the forks of that. Without
-        recursion: an agent that rewrites its last message at each turn makes each sequence a fork of the one before."""
+        """All sequences of the episode that this context began: its own, then each fork followed by that fork's forks.
+        Without recursion: if an agent rewrites its last message at each turn, each sequence is a fork of the one before."""
         sequences, left = list[TokenSequence](), list[EpisodeContext]([self])
         while left:
             context = left.pop()
@@ -111,13 +111,13 @@ class EpisodeContext:
         return self._episode.clock.deadline(seconds)
 
     async def end(self) -> None:
-        """End the requests of all contexts of the episode. They can do nothing from now on."""
+        """End the requests of all contexts of the episode. The contexts cannot be used afterwards."""
         self._episode.is_over = True
         await self._episode.requests.end()
 
     def fork(self, at: int | None = None) -> "EpisodeContext":
         self._require_running()
-        fork = copy(self)  # the engine, the limits, and what the episode shares
+        fork = copy(self)  # it shares the engine, the limits and the episode
         fork.sequence, fork._forks, fork._is_acting = self.sequence.beginning(at), [], False
         fork._seed = seed_of(f"{self._seed} fork {len(self._forks)}")
         self._forks.append(fork)
@@ -160,7 +160,7 @@ class EpisodeContext:
                 Status.TOKEN_LIMIT,
                 f"turn {turn + 1} follows {length} tokens, but the servers continue at most {self._limits.max_prompt_tokens}",
             )
-        self._episode.turns += 1  # before the answer: forks may act at the same time
+        self._episode.turns += 1  # counted before the answer, since forks may act at the same time
         request = self._episode.requests.start(
             self._client.generate_group(
                 self.sequence.token_ids.tolist(),
@@ -202,7 +202,7 @@ class EpisodeContext:
         turns = self.sequence.turns
         num_tokens = turns[-1].end - turns[-1].start if turns else 0
         finish_reason = turns[-1].finish_reason if turns else FinishReason.STOP
-        with self._episode.clock.stopped():  # a reward has its own limits
+        with self._episode.clock.stopped():  # a reward has its own time limits
             return await self._score(
                 self._problem, response_text, num_tokens=num_tokens, finish_reason=finish_reason
             )
@@ -220,7 +220,7 @@ class EpisodeContext:
         ids, most = np.asarray(token_ids), self._texts.vocab_size - 1
         if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > most):
             wrong = next((i for i in token_ids if type(i) is not int or not 0 <= i <= most), token_ids[0])
-            raise ValueError(f"{wrong!r} is no token id; they are integers from 0 to {most}")
+            raise ValueError(f"{wrong!r} is not a token id; token ids are integers from 0 to {most}")
 
 
 def turn_seed(episode_seed: int, turn: int) -> int:

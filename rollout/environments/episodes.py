@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def sequence(self) -> TokenSequence:
-        """The first."""
+        """The first sequence."""
         return self.sequences[0]
 
     @property
@@ -137,7 +137,7 @@ class Episodes:
         score: ScoreText,
         end_s: float = 0.0,
     ) -> None:
-        """end_s: time to end an episode that watches ``timeout_s`` itself."""
+        """end_s: further time for an environment that watches ``timeout_s`` itself, to end its episode."""
         self._environment, self._config, self._limits = environment, config, limits
         self._texts, self._score, self._end_s = texts, score, end_s
         self._places = asyncio.Semaphore(config.max_concurrency)
@@ -180,7 +180,7 @@ class Episodes:
                 return _failed(error)
             limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
             if self._end_s:
-                limit += f" and {self._end_s:g} s to end it"
+                limit += f" and {self._end_s:g} s more to end the episode"
             return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
@@ -233,7 +233,7 @@ def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSeq
 
 def checked(outcome: object) -> Outcome:
     """The outcome with plain values. If its reward is not a finite number, the outcome has no score. Raises TypeError if it
-    is no Outcome, if its status is no Status, if its parts are no numbers by name, or if it has a reward and an error."""
+    is not an Outcome, if its status is not a Status, if its parts do not map names to numbers, or if it has a reward and an error."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
     if not isinstance(outcome.status, Status):
@@ -247,7 +247,7 @@ def checked(outcome: object) -> Outcome:
         return replace(outcome, parts={}, error=outcome.error or "the environment gave no reward")
     if outcome.error is not None:
         raise TypeError(
-            f"run() returned the reward {outcome.reward!r} and the error {outcome.error!r}, which says why an episode was not "
+            f"run() returned the reward {outcome.reward!r} with the error {outcome.error!r}, but an episode with an error is not "
             "scored; give the reward None, or leave out the error"
         )
     try:

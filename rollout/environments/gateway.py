@@ -7,9 +7,9 @@
       POST sessions/ID/v1/generate (tokens)
       GET  sessions/ID/v1/models
 
-A session is an episode and has its own key; ``gateway_session.py`` says how requests are joined. Temperature and
-top_p of a request are ignored, since log-probs are at the run's temperature. Unknown fields are ignored. Not here: the
-agent's process and its reward (``agent.py``).
+Each episode is a session with its own key; ``gateway_session.py`` joins its requests. Temperature and top_p of a request
+are ignored, since log-probs are at the run's temperature. Unknown fields are ignored. Not here: the agent's process and
+its reward (``agent.py``).
 """
 
 import asyncio
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 STRANGER_S = 10.0
 """Time for a new connection to prove the key of a session."""
 MOST_STRANGERS = 4096
-"""Connections that have not, at most; and at most half of the open files that this process may have."""
+"""Most connections that have not proved a key; also at most half of the open files that this process may have."""
 
 
 class Strangers:
-    """The connections that have not proved the key of a session yet: anyone who reaches the port can open one, and each
-    takes an open file. They are closed in time, and the oldest at once where there are too many. An agent's request
-    follows its connection at once."""
+    """The connections that have not proved the key of a session yet. Anyone who reaches the port can open one, and each
+    takes an open file. Each is closed after STRANGER_S, and the oldest at once if there are too many. Agents are not
+    affected: their requests follow their connections at once."""
 
     def __init__(self, server: web.Server) -> None:
         self._server, self._loop = server, asyncio.get_running_loop()
@@ -78,7 +78,7 @@ class Strangers:
 class Gateway:
     """The server, inside ``async with``. ``host`` is the address on which it listens, at a free port.
 
-    vocab_size: of the model; token ids of a request must be below.
+    vocab_size: of the model; token ids of a request must be below it.
     """
 
     def __init__(self, *, host: str = "127.0.0.1", model: str = "policy", vocab_size: int) -> None:
@@ -101,7 +101,7 @@ class Gateway:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         self._runner = runner
-        assert runner.server is not None  # which the set-up has made
+        assert runner.server is not None  # made by setup()
         self._strangers = Strangers(runner.server)
         try:
             loop = asyncio.get_running_loop()
@@ -124,7 +124,7 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, context: Context, conversation: Conversation) -> AsyncIterator[GatewaySession]:
-        """A session, which is closed at the end."""
+        """A new session. It is closed on exit."""
         number = secrets.token_urlsafe(16)
         base_url = f"{self.address}/sessions/{number}/v1"
         session = GatewaySession(context, conversation, base_url=base_url, model=self._model)
@@ -147,7 +147,7 @@ class Gateway:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
             is_key = secrets.compare_digest(given.encode(errors="replace"), session.key.encode())
             if scheme.lower() != "bearer" or not is_key:
-                text = "the API key is not that of this session; use OPENAI_API_KEY of the same process"
+                text = "the API key does not belong to this session; use OPENAI_API_KEY of the same process"
                 return Refused(401, "invalid_api_key", text).response()
             if self._strangers is not None:
                 self._strangers.admit(request.protocol)
@@ -214,7 +214,7 @@ class Gateway:
         return json_response({"request_id": f"gen-{secrets.token_hex(12)}", "choices": [choice]})
 
     async def _unknown(self, request: web.Request, session: GatewaySession) -> web.Response:
-        text = f"{request.method} {request.match_info['rest'][:80]}: there are v1/chat/completions, v1/models and v1/generate alone"
+        text = f"{request.method} {request.match_info['rest'][:80]}: there are only v1/chat/completions, v1/models and v1/generate"
         raise Refused(404, "unknown_route", text)
 
     def _tell_of_fork(self, session: GatewaySession) -> None:
@@ -222,8 +222,8 @@ class Gateway:
         if session.first_difference is not None and "fork" not in self._told:
             self._told.add("fork")
             logger.warning(
-                "an agent's request does not repeat the conversation so far: %s; its episode has another sequence, and "
-                "episode/sequences_mean counts them; further ones are not reported",
+                "an agent's request does not repeat the conversation so far: %s; its episode gets a further sequence, "
+                "which episode/sequences_mean counts; later forks are not reported",
                 session.first_difference,
             )
 
@@ -235,7 +235,7 @@ class Gateway:
                 continue
             self._told.add(field)
             logger.warning(
-                "an agent asks for %s=%.60r, which is ignored: %s; further requests with it are not reported",
+                "an agent's request has %s=%.60r, which is ignored: %s; later requests with it are not reported",
                 field,
                 value,
                 why,
@@ -243,5 +243,5 @@ class Gateway:
 
 
 def _may_repeat(request: web.Request) -> bool:
-    """Whether a request may be one whose answer was lost. OpenAI's clients number their attempts from 0."""
+    """Whether a request may repeat one whose answer was lost. OpenAI's clients number their attempts from 0."""
     return request.headers.get("X-Stainless-Retry-Count") != "0"

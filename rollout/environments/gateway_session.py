@@ -1,19 +1,19 @@
 """A session of the gateway: the requests of one episode become turns of its sequences, token by token.
 
-A sequence is a branch here. A request that repeats all messages of a branch, our answers among them, and adds new ones
-continues it: the new ones alone are rendered. Any other request forks the episode where its tokens are still exact::
+A branch is one sequence. A request continues it if it repeats all messages of the branch, our answers included, and adds
+new ones. Only the new ones are rendered. Any other request forks the episode where its tokens are still exact::
 
-    request                                                 tokens of the new branch
-    the messages of an earlier request                      those that it was answered with: another answer is sampled
+    the request has                                         tokens of the new branch
+    the messages of an earlier request                      the prompt of that request; another answer is sampled
     the first messages of a branch, up to one of our        those of the branch up to there, and the rest of the
     answers                                                 request, rendered
     another beginning, or other tools                       all messages, rendered
 
-What was sampled never becomes text and tokens again, except where an agent gives its own account of a history. That
-account is an observation, on which nothing is trained.
+Sampled tokens never become text and tokens again, unless an agent rewrites the history. What it rewrites is an
+observation, which is not trained on.
 
-A request that repeats an earlier one gets the same answer, which was sampled once: a client repeats a request whose
-answer was lost. Where the client says that this is no repetition (OpenAI's does), another answer is sampled.
+A request that equals an earlier one gets the same answer, which was sampled once: a client repeats a request whose
+answer was lost. If the client says that the request is no repetition (OpenAI's does), another answer is sampled.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """One that asks for a turn, of messages or of tokens."""
+    """A request for a turn, by messages or by tokens."""
 
     keys: list[str]
     """The messages in a form that can be compared. Empty for a request of tokens."""
@@ -69,14 +69,15 @@ class _Request:
     tokens_digest: int = 0
     tools: list[JSON]
     options: tuple[Any, ...]
-    """What else changes the answer."""
+    """The other fields that change the answer."""
 
     @property
     def tools_key(self) -> str:
         return comparable(self.tools)
 
     def without_content(self) -> "_Request":
-        """What a turn keeps of it: each request repeats all before it, so together they grow with the square of the turns."""
+        """The part that a turn keeps. Each request repeats all before it, so whole requests would grow with the square of
+        the turns."""
         return replace(self, messages=[], token_ids=None if self.token_ids is None else [])
 
 
@@ -87,7 +88,7 @@ class _Turn:
     """Tokens of the prompt."""
     task: "asyncio.Task[Answer]"
     end: int | None = None
-    """Tokens with the answer; None before it."""
+    """Tokens of prompt and answer; None before the answer."""
     sampled_end: bool = False
 
     @property
@@ -110,7 +111,7 @@ class _Branch:
 
     @property
     def ends_in_messages(self) -> bool:
-        """Whether the messages say all that it holds. What a request of tokens has added has none."""
+        """Whether its messages cover all its tokens. Those that a request of tokens added have no message."""
         return self.renderer is not None and self.turns[-1].request.token_ids is None
 
     @property
@@ -121,7 +122,7 @@ class _Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A place of a branch that a request has in common with it."""
+    """A place in a branch up to which a request is equal to it."""
 
     branch: _Branch
     tokens: int
@@ -142,7 +143,7 @@ class GatewaySession:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Done with an error that the agent did not cause: an engine's error or a defect. The owner of the episode raises it."""
         self.first_difference: str | None = None
-        """Why the episode forked first."""
+        """Why the first fork was made."""
         self._context, self._conversation = context, conversation
         self._branches: list[_Branch] = []
         self._too_long: int | None = None
@@ -152,12 +153,12 @@ class GatewaySession:
 
     @property
     def num_turns(self) -> int:
-        """Turns that were answered."""
+        """Answered turns."""
         return sum(turn.end is not None for turn in self._turns())
 
     @property
     def num_forks(self) -> int:
-        """Sequences behind the first."""
+        """Answered sequences after the first."""
         answered = [branch for branch in self._branches if any(turn.end is not None for turn in branch.turns)]
         return max(0, len(answered) - 1)
 
@@ -212,7 +213,7 @@ class GatewaySession:
         return await self._answered(self._task_of(request, may_repeat))
 
     # ---------------------------------------------------------------------------------------------------
-    # joining: no await, so two requests never see half of each other
+    # joining: without await, so no request sees another one half joined
 
     def _task_of(self, request: _Request, may_repeat: bool) -> "asyncio.Task[Answer]":
         self.check_open()
@@ -229,7 +230,7 @@ class GatewaySession:
             branch = self._continued(request)
             if branch is None:
                 self._branches.append(branch := self._forked(request))
-        except EpisodeEnded as limit:  # a message that is far too long to be read
+        except EpisodeEnded as limit:  # a message that is far too long to be tokenised
             self.limit = limit
             raise limit_reached(limit) from limit
         request = self._shared(request)
@@ -238,12 +239,12 @@ class GatewaySession:
         return self._start(branch, request)
 
     def _shared(self, request: _Request) -> _Request:
-        """The request with the keys and tools of earlier requests, if they are equal."""
+        """The request, with equal keys and tools of earlier requests instead of its own: each is kept once."""
         keys = [self._keys.setdefault(key, key) for key in request.keys]
         return replace(request, keys=keys, tools=self._tools.setdefault(request.tools_key, request.tools))
 
     def _continued(self, request: _Request) -> _Branch | None:
-        """The branch whose history the request repeats, with what the request adds to it."""
+        """The branch whose whole history the request repeats, after observing what the request adds. None: no such branch."""
         found, tokens = None, 0
         for branch in self._branches:
             length = self._whole_in_common(branch, request)
@@ -273,28 +274,28 @@ class GatewaySession:
         return len(so_far) if is_begun and request.keys[: len(branch.keys)] == branch.keys else 0
 
     def _require_a_new_message(self, request: _Request) -> None:
-        """Behind our answer the policy has nothing to answer. Raises Refused."""
+        """Refuse a request that ends with our own answer: the policy has nothing to answer. Raises Refused."""
         for branch in self._branches:
             for turn in branch.turns:
                 asked = len(turn.request.keys)
                 may_be_answer = turn.end is not None and asked and asked + 1 == len(request.keys)
                 if may_be_answer and branch.keys[: asked + 1] == request.keys:
-                    text = "no message follows the last answer; append a user's message or those of tools"
+                    text = "no message follows the last answer; append a user message or tool messages"
                     raise Refused(400, "invalid_value", text, "messages")
 
     def _forked(self, request: _Request) -> _Branch:
-        """A branch that begins with what the request has in common with an earlier one, or anew."""
+        """A new branch. It shares its beginning with an earlier one, if the request does."""
         for cut in self._cuts(request):
             try:
                 return self._fork(cut, request)
-            except (ValueError, TypeError):  # the template does not take the rest behind our answer
+            except (ValueError, TypeError):  # the template refuses the rest after our answer
                 continue
         if request.token_ids is not None:
             return _Branch(context=self._begun(request.token_ids), tools_key="", renderer=None)
         try:
             renderer = self._conversation.renderer_of(request.tools)
             tokens = renderer.opening(request.messages)
-        except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair has no tokens
+        except (ValueError, TypeError) as error:  # TypeError: tokenizers refuse half of a surrogate pair
             raise _no_tokens(error) from error
         if not tokens:
             raise Refused(400, "no_tokens", "these messages have no tokens; give a text", "messages")
@@ -303,14 +304,14 @@ class GatewaySession:
         return _Branch(context=context, tools_key=request.tools_key, renderer=renderer)
 
     def _begun(self, token_ids: Sequence[int]) -> Context:
-        """A sequence that begins anew."""
+        """A sequence that shares no token with an earlier one."""
         self._require_room(len(token_ids))
         context = self._context.fork(0) if self._branches else self._context
         self._observe(context, token_ids)
         return context
 
     def _cuts(self, request: _Request) -> list[_Cut]:
-        """Where the request may leave a branch, the place with most tokens first."""
+        """The places at which the request may fork a branch, those with most tokens first."""
         cuts = []
         for branch in self._branches:
             if request.token_ids is not None:
@@ -366,17 +367,17 @@ class GatewaySession:
             self._too_long = min(self._too_long or prompt_tokens, prompt_tokens)
 
     def _require_room(self, prompt_tokens: int) -> None:
-        """Refuse a prompt at least as long as one that had no room. An agent may ask for it in an endless loop, and each
+        """Refuse a prompt at least as long as one that had no room. An agent may send it in an endless loop, and each
         fork that is begun keeps its tokens until the episode ends. Raises Refused."""
         if self._too_long is not None and prompt_tokens >= self._too_long:
-            text = f"its prompt has {prompt_tokens} tokens, and one of {self._too_long} had no room"
+            text = f"its prompt has {prompt_tokens} tokens, but one of {self._too_long} tokens had no room"
             self.limit = EpisodeEnded(Status.TOKEN_LIMIT, text)
             raise limit_reached(self.limit)
 
     def _start(self, branch: _Branch, request: _Request) -> "asyncio.Task[Answer]":
         start = len(branch.context.token_ids)
         answering = self._chat_turn if request.token_ids is None else self._token_turn
-        # The turn is known before its task runs.
+        # The turn is recorded below, before its task runs.
         task = asyncio.ensure_future(answering(branch, len(branch.turns)))
         task.add_done_callback(self._note_failure)
         branch.turns.append(_Turn(request=request.without_content(), start=start, task=task))
@@ -407,11 +408,11 @@ class GatewaySession:
         before = self.limit
         try:
             completion = await branch.context.act(max_new_tokens=max_tokens, stop_token_ids=stop)
-        except EpisodeEnded as limit:  # what was observed before it stays
+        except EpisodeEnded as limit:  # the observed tokens stay
             branch.is_full = True
             self._note_limit(limit, len(branch.context.token_ids))
             raise
-        if self.limit is before:  # else it is of a request that came after this one
+        if self.limit is before:  # otherwise a later request has set it
             self.limit = None
         return completion
 
@@ -449,7 +450,7 @@ class GatewaySession:
 
 
 def _cuts_of_messages(branch: _Branch, keys: list[str]) -> Iterator[_Cut]:
-    """Before an answer to the same messages, and behind each answer that the request repeats."""
+    """Cuts before an answer to the same messages, and after each answer that the request repeats."""
     for turn in (turn for turn in branch.turns if turn.request.token_ids is None):
         asked = len(turn.request.keys)
         if turn.request.keys == keys:
@@ -459,4 +460,4 @@ def _cuts_of_messages(branch: _Branch, keys: list[str]) -> Iterator[_Cut]:
 
 
 def _no_tokens(error: Exception) -> Refused:
-    return Refused(400, "no_tokens", f"these messages have no tokens: {error}", "messages")
+    return Refused(400, "no_tokens", f"these messages cannot become tokens: {error}", "messages")

@@ -107,7 +107,7 @@ def _limits(config: RunConfig, block: _Block, which: PromptsOf, max_positions: i
 async def _environments(
     config: RunConfig, block: _Block, texts: Texts, host: str, most_tokens: int
 ) -> AsyncIterator[Mapping[PromptsOf, Environment]]:
-    """What plays the problems of each kind. most_tokens: of a sequence."""
+    """The environment of training problems and that of held-out ones. most_tokens: of a sequence."""
     if isinstance(block, TokenEnvironment):
         yield dict.fromkeys(BOTH, make_environment(block))
         return
@@ -137,7 +137,7 @@ async def _environments(
 
 
 def limits_around(block: _Block) -> EnvironmentLimits:
-    """The limits within which episodes are played."""
+    """The limits of an episode's time and of episodes at once."""
     if block.type == "tokens" or block.type == "openenv":
         return block
     # No episode may wait until another releases a process: the wait would count as time of the waiting episode.

@@ -6,9 +6,9 @@
                    ── {"type": "step", "data": action} ──>                  {"observation": {...}, "reward": ..., "done": ...}}
                                                                          {"type": "error", "data": {"message", "code"}}
 
-Tools are actions too: ``{"type": "list_tools"}``, ``{"type": "call_tool", "tool_name", "arguments"}``. Their results are
-of MCP. The sessions have the form of ``processes.EnvironmentProcess``, so ``chat.ChatEpisodes`` plays them. Written
-after the messages of OpenEnv 0.10.0, whose package is not needed.
+Tools are actions too: ``{"type": "list_tools"}``, ``{"type": "call_tool", "tool_name", "arguments"}``. Their results have
+MCP's form. A session has the interface of ``processes.EnvironmentProcess``, so ``chat.ChatEpisodes`` plays it. The
+messages are those of OpenEnv 0.10.0, whose package is not needed.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ ANSWER = "{answer}"
 NO_ROOM = "CAPACITY_REACHED"
 NO_ROOM_FIX = ": all places of the servers are taken; raise their max_concurrent_envs, or lower environment.max_concurrency"
 PING_S = 20.0
-"""A server that does not answer a ping within half of it is gone."""
+"""Seconds between pings. A server that does not answer one within half of them is lost."""
 T = TypeVar("T")
 JSON = dict[str, Any]
 
@@ -60,8 +60,7 @@ class _Unreachable(Exception):
 
 
 class OpenEnvServers:
-    """Sessions on the servers of a config, inside ``async with``. Raises ValueError: the variable of the key is not
-    set."""
+    """Sessions on the servers of a config, inside ``async with``. Raises ValueError if the key's variable is not set."""
 
     def __init__(self, config: OpenEnvironment) -> None:
         self._config = config
@@ -80,7 +79,7 @@ class OpenEnvServers:
             await self._client.close()
 
     async def ready(self) -> Ready:
-        """The tools of the environment; every server answers. Raises EnvironmentStartError."""
+        """The environment's tools, after every server has answered. Raises EnvironmentStartError."""
         tools: list[JSON] = []
         for server in self._servers:
             session = self._session([server])
@@ -99,7 +98,7 @@ class OpenEnvServers:
         """A session for one episode.
 
         Raises:
-            EpisodeFailed: there is no free place in time, or no connection.
+            EpisodeFailed: no place became free in time, or there was no connection.
             EnvironmentStartError: there was no connection to any server for ``MOST_AWAY_S``.
         """
         session = self._session(self._servers)
@@ -108,7 +107,7 @@ class OpenEnvServers:
         except _Unreachable as error:
             if (away_s := self._outage.seconds) >= MOST_AWAY_S:
                 raise EnvironmentStartError(
-                    f"environment.urls: no server could be reached for {away_s:.0f} s, the last was {error}; start the servers, "
+                    f"environment.urls: no server could be reached for {away_s:.0f} s; the last try: {error}; start the servers, "
                     "and resume the run"
                 ) from error
             raise EpisodeFailed(
@@ -124,7 +123,7 @@ class OpenEnvServers:
 
 
 class OpenEnvSession:
-    """One episode, on the server with the fewest. See ``processes.EnvironmentProcess``."""
+    """One episode, on the server with the fewest episodes. See ``processes.EnvironmentProcess``."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class OpenEnvSession:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._waits_for_room = False
         self._unreachable: _Unreachable | None = None
-        """Why it waits for a server, while none can be connected to."""
+        """The last connection error while no server can be reached."""
 
     async def reset(self, problem: Mapping[str, Any]) -> Opened:
         """Waits for a server and for a free place. Raises _Unreachable: none could be connected to in time."""
@@ -186,7 +185,7 @@ class OpenEnvSession:
         arguments = reset_arguments(self._config.reset, problem)
         data = await self._placed(arguments)
         if data.get("done") is True:
-            raise EpisodeFailed(Status.FAILED, "reset says that the episode is over")
+            raise EpisodeFailed(Status.FAILED, "reset answered that the episode is already over")
         text = self._text_of(data.get("observation"))
         if self._config.interface == "tools":
             follows = [{"role": "user", "content": text}] if text else []
@@ -198,9 +197,9 @@ class OpenEnvSession:
         return _schemas((await self._ask("step", {"type": "list_tools"})).get("observation"))
 
     async def _placed(self, arguments: JSON | None) -> JSON:
-        """The answer to reset, or to a question for the state, of the first server that has room. Before a wait for room
-        each server is asked, but one that has just been unreachable. Where none can be connected to, it waits and asks all
-        again; a question for the state raises _Unreachable then."""
+        """The answer of the first server that has room, to reset or, without arguments, to a request for the state. All
+        servers are tried before a wait, except those that were just unreachable. If none can be reached, it waits and tries
+        all again; a request for the state raises _Unreachable then."""
         wait_s, unreachable, full = RETRY_S[0], set[Replica](), set[Replica]()
         while True:
             server = choose([one for one in self._servers if one not in unreachable | full])
@@ -266,7 +265,7 @@ class OpenEnvSession:
     async def _call(self, name: str, arguments: object) -> tuple[str, bool, JSON]:
         """(text for the policy, whether it is an error, the answer)"""
         if not isinstance(arguments, dict):
-            return f"Error: the arguments of {name} are no object of JSON", True, {}
+            return f"Error: the arguments of {name} are not a JSON object", True, {}
         data = await self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
         observation = data.get("observation")
         if not isinstance(observation, dict):
@@ -278,20 +277,20 @@ class OpenEnvSession:
         return content, failed, data
 
     async def _ask(self, kind: str, data: JSON | None = None) -> JSON:
-        """The data of the observation, or of the state, that answers."""
+        """The data of the answer: an observation, or the state."""
         assert self._socket is not None  # since reset
         request = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
             await self._socket.send_str(json.dumps(request, default=plain_value))
             received = await self._socket.receive()
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise EpisodeFailed(Status.FAILED, f"the connection was lost in {kind}: {error}") from error
+            raise EpisodeFailed(Status.FAILED, f"the connection was lost during {kind}: {error}") from error
         if received.type is not aiohttp.WSMsgType.TEXT:
             code = self._socket.close_code
             reason = f" with code {code}" if code else ""
             if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
                 reason = f": its answer has more than {LARGEST_ANSWER} bytes"
-            raise EpisodeFailed(Status.FAILED, f"the server closed the session in {kind}{reason}")
+            raise EpisodeFailed(Status.FAILED, f"the server closed the session during {kind}{reason}")
         try:
             answer = json.loads(received.data)
             content = answer["data"]
@@ -309,7 +308,7 @@ class OpenEnvSession:
         return content
 
     def _text_of(self, observation: object) -> str:
-        """What the policy reads."""
+        """The text of an observation, which the policy reads."""
         if not isinstance(observation, dict):
             raise _no_answer(observation)
         shown: object = {name: value for name, value in observation.items() if name != "metadata"}
@@ -318,7 +317,7 @@ class OpenEnvSession:
                 names = ", ".join(sorted(observation))
                 raise EpisodeFailed(
                     Status.FAILED,
-                    f"an observation has no field environment.observation={field}, only {names}",
+                    f"environment.observation={field}: an observation has no such field, only {names}",
                 )
             shown = observation[field]
         if shown is None:
@@ -327,13 +326,13 @@ class OpenEnvSession:
 
 
 def check_openenv(config: OpenEnvironment) -> None:
-    """Before a start; the servers may come up later. Raises ValueError."""
+    """Check the config before a start; the servers may start later. Raises ValueError."""
     check_parser_names(config)
     key_of(config.api_key_variable, "environment")
 
 
 def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:
-    """``seed`` of the problem, and its fields or its row's. Raises EpisodeFailed if it lacks one."""
+    """The problem's ``seed``, and the fields that ``named`` takes from it or its row. Raises EpisodeFailed if one is missing."""
     fields = {name: problem[name] for name in ("prompt_id", "text", "reference")} | problem["row"]
     for field in named.values():
         if field not in fields:
@@ -349,7 +348,7 @@ def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSO
 
 
 def with_answer(action: Any, answer: str) -> Any:
-    """The action with the policy's answer in its place."""
+    """The action with the policy's answer in place of ``ANSWER``."""
     if isinstance(action, dict):
         return {name: with_answer(value, answer) for name, value in action.items()}
     if isinstance(action, list):
@@ -363,7 +362,7 @@ def _stepped(data: JSON, messages: list[Message]) -> Stepped:
         raise _no_answer(data)
     if not messages and not done:
         raise EpisodeFailed(
-            Status.FAILED, "an observation is empty, and done is false; the policy has nothing to answer"
+            Status.FAILED, "an observation is empty, but done is false, so the policy has nothing to answer"
         )
     return Stepped(messages=messages, reward=None if reward is None else _number(reward), done=done)
 
@@ -408,7 +407,7 @@ def _result_text(result: object) -> tuple[str, bool]:
 
 def _no_answer(received: object) -> EpisodeFailed:
     return EpisodeFailed(
-        Status.FAILED, f"the server sent {str(received)[:80]!r}, which is no answer of OpenEnv"
+        Status.FAILED, f"the server sent {str(received)[:80]!r}, which is not an answer in OpenEnv's form"
     )
 
 

@@ -1,7 +1,7 @@
-"""The processes of an environment: each plays one episode at a time, with a limit for each stage.
+"""The processes of an environment. Each plays one episode at a time, with a time limit for each stage.
 
 An episode takes an idle process or starts one, and gives it back after an orderly end. After a crash, a late answer,
-an exception or a cancellation the process is killed with everything that it started (``tandem_worker`` has how).
+an exception or a cancellation the process is killed with everything that it started (see ``tandem_worker``).
 """
 
 import asyncio
@@ -45,11 +45,11 @@ MOST_AWAY_S = 300.0
 RETRY_S = (0.05, 1.0)
 """The first wait before another try, and the longest. Each wait is twice the one before."""
 PER_CORE = 16
-"""Default of processes: most of the time they wait for the policy."""
+"""Default number of processes per core: most of the time they wait for the policy."""
 
 Message = dict[str, Any]
 InProcess = ChatEnvironment | TokenEnvironment
-"""An environment of tokens is only checked in a process. It plays in the sample role."""
+"""An environment of tokens is only checked in a process; it plays in the sample role."""
 T = TypeVar("T")
 
 
@@ -58,7 +58,7 @@ class EnvironmentStartError(WorkerStartError):
 
 
 class Outage:
-    """The time since the first of the tries that have all failed."""
+    """The time since the first failure after the last success."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -109,7 +109,7 @@ class _Answer(msgspec.Struct):
 
 
 class EnvironmentProcess:
-    """One process. Requests that fail raise ``EpisodeFailed``; the process is then of no more use."""
+    """One process. Requests that fail raise ``EpisodeFailed``; the process cannot be used after that."""
 
     def __init__(self, process: asyncio.subprocess.Process, config: InProcess, trace: int) -> None:
         """trace: descriptor of a file to which the process writes its current lines."""
@@ -118,12 +118,12 @@ class EnvironmentProcess:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every request had an orderly answer, and the process runs."""
+        """Whether every request got an orderly answer, and the process still runs."""
         return self._is_clean and self._process.returncode is None
 
     @property
     def pid(self) -> int:
-        """Of its guard."""
+        """The guard's."""
         return self._process.pid
 
     @classmethod
@@ -175,16 +175,16 @@ class EnvironmentProcess:
         return await self._ask(request, Opened, "reset", "reset_timeout_s")
 
     async def step(self, message: Message) -> Stepped:
-        """The environment's answer to a message of the policy; tools that it calls are run."""
+        """The environment's answer to a message of the policy. Tools that the message calls are run."""
         request = {"do": "step", "message": message}
         return await self._ask(request, Stepped, "step", "step_timeout_s")
 
     async def end_episode(self) -> None:
-        """Kill what the episode has left over."""
+        """Kill the processes that the episode left behind."""
         await self._ask({"do": "end"}, dict, "the end of an episode")
 
     async def close(self) -> None:
-        """Have the environment close itself, if it can, and kill it."""
+        """Have the environment close itself, if it can, then kill its process."""
         try:
             if self.is_clean:
                 with suppress(EpisodeFailed):
@@ -203,7 +203,7 @@ class EnvironmentProcess:
     async def _ask(self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None = None) -> T:
         """limit: the config's field with the deadline. None: ``END_TIMEOUT_S``."""
         limit_s = getattr(self._config, limit) if limit else END_TIMEOUT_S
-        # Escapes: a value may be half of a surrogate pair, which the policy can write but UTF-8 cannot carry.
+        # With escapes: the policy can write half of a surrogate pair, which UTF-8 cannot carry.
         asked = json.dumps(request, default=_json_value).encode()
         was_clean, self._is_clean = self._is_clean, False
         try:
@@ -220,7 +220,8 @@ class EnvironmentProcess:
             ) from None
         except ValueError as error:  # of StreamReader
             raise EpisodeFailed(
-                Status.FAILED, f"{stage} wrote a line of more than {LARGEST_ANSWER} bytes"
+                Status.FAILED,
+                f"{stage}: the environment's process wrote a line of more than {LARGEST_ANSWER} bytes",
             ) from error
         if line is None:
             code = await self._ended()
@@ -233,7 +234,8 @@ class EnvironmentProcess:
             content = None if answer.error else msgspec.json.decode(answer.ok, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EpisodeFailed(
-                Status.FAILED, f"the environment's process wrote {line[:60]!r} in {stage}, which is no answer"
+                Status.FAILED,
+                f"the environment's process wrote {line[:60]!r} in {stage}, which is not an answer",
             ) from error
         if answer.error is not None:
             raise _failure(answer.error)
@@ -253,9 +255,10 @@ class EnvironmentProcess:
     async def _current_line(self) -> str:
         """``, at env.py:12 in step``; an empty text if the process does not report it in time."""
         with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
-            # Several: it has just ended, and the guard has its orphans.
+            # Several: the server has just ended, and the guard has adopted its orphans. Without a handler the signal
+            # would end the process.
             servers = psutil.Process(self.pid).children()
-            if len(servers) != 1 or not _catches(servers[0].pid, signal.SIGUSR1):  # it would end the process
+            if len(servers) != 1 or not _catches(servers[0].pid, signal.SIGUSR1):
                 return ""
             servers[0].send_signal(signal.SIGUSR1)
             written, before = b"", None
@@ -278,7 +281,7 @@ class EnvironmentProcess:
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a row that JSON does not have: a number or an array of numpy, else its text."""
+    """A value that JSON does not have, as one that it has: numpy's numbers and arrays as numbers and lists, others as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -287,9 +290,9 @@ def _json_value(value: Any) -> Any:
 
 
 def users_variables(config: ProcessEnvironment | TokenEnvironment, keys: Collection[str]) -> dict[str, str]:
-    """The variables of this process for a user's program, without those by which Tandem finds its own modules. Without
-    secrets too, but for those that ``pass_secrets`` names: agents and tools do what a model asks for. An environment of tokens
-    has them, as it plays in the role's own process.
+    """The variables of this process for a user's program. Those by which Tandem finds its own modules are left out. So are
+    secrets that ``pass_secrets`` does not name, because agents and tools do what a model tells them. An environment of
+    tokens gets the secrets: it plays in the role's own process.
 
     keys: names of variables that are secrets, whatever their names look like.
     """
@@ -333,7 +336,7 @@ class ProcessPool:
         """keys: see ``users_variables``."""
         self._config, self._keys = config, keys
         self._places = asyncio.Semaphore(max_processes(config))
-        # More at a time would only make each of them late.
+        # More starts at a time would only make each of them late.
         self._starts = asyncio.Semaphore(max(1, cores() // 2))
         self._idle: list[EnvironmentProcess] = []
         self._all: set[EnvironmentProcess] = set()
@@ -343,7 +346,7 @@ class ProcessPool:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """End all processes with all that they started; those of episodes under way too."""
+        """End all processes, with everything that they started, even if their episodes are under way."""
         self._idle.clear()
         await asyncio.gather(*(process.close() for process in [*self._all]))
         self._all.clear()
@@ -370,8 +373,8 @@ class ProcessPool:
                 await finished(self._give_back(process))
 
     async def _take(self) -> EnvironmentProcess:
-        """An idle process, or a new one. What fails once may not fail again: a disk or memory is not there for a moment,
-        or another episode ends meanwhile."""
+        """An idle process, or a new one. A start that fails is tried again: a disk or memory may be unavailable for only a
+        moment, or another episode may end meanwhile."""
         wait_s, deadline = RETRY_S[0], time.monotonic() + self._config.start_timeout_s
         while True:
             if (process := await self._take_idle()) is not None:
@@ -385,7 +388,7 @@ class ProcessPool:
                 if not self._has_told:
                     self._has_told = True
                     logger.warning(
-                        "episodes wait for a process, since one more does not start: %s; further ones are not reported",
+                        "episodes wait for a process, since a new one could not be started: %s; later failures are not reported",
                         error,
                     )
                 self._outage.note_failure()
@@ -438,8 +441,8 @@ def cores() -> int:
 def check_environment(
     config: InProcess, tell: Callable[[str], None] = logger.info, keys: Collection[str] = ()
 ) -> Ready:
-    """Import and make an environment in a separate process, which is then ended. ``tell`` is called while that takes
-    long; keys: see ``users_variables``. Raises ValueError."""
+    """Import and make an environment in a separate process, which is then ended. ``tell`` reports a long wait;
+    keys: see ``users_variables``. Raises ValueError."""
 
     async def check() -> Ready:
         telling = asyncio.ensure_future(_tell_of_waiting(config, tell))
@@ -477,10 +480,10 @@ async def _tell_of_waiting(config: InProcess, tell: Callable[[str], None]) -> No
 
 
 def require_parser(tools: Sequence[Mapping[str, Any]], *, has_parser: bool) -> None:
-    """Refuse an environment whose tools nobody could call. Raises ValueError."""
+    """Refuse an environment with tools if no parser finds their calls. Raises ValueError."""
     if tools and not has_parser:
         names = ", ".join(str(tool.get("function", {}).get("name", "?")) for tool in tools)
         raise ValueError(
-            f"the environment has tools ({names}), but environment.tool_call_parser is null, so no call is found; name the "
-            "parser of the model's form of calls"
+            f"the environment has tools ({names}), but environment.tool_call_parser is null, so no call would be found; "
+            "name the parser of the model's form of calls"
         )

@@ -2,15 +2,15 @@
 
 The prompt of turn n begins, token by token, with the prompt and the response of turn n-1. Rendering the whole
 conversation anew breaks this: many templates rewrite earlier turns (Qwen3 drops their thinking, others trim blanks),
-and a response that becomes text and tokens again may become other tokens. So only what comes after the assistant's
-turn is rendered here, behind a stand-in for the answer::
+and a response that becomes text and tokens again may become other tokens. So this module renders only what comes after
+the assistant's turn, with a stand-in for the answer::
 
     rendered:    <|im_start|>user\\n?<|im_end|>\\n<|im_start|>assistant\\nSTAND-IN<|im_end|>\\n<|im_start|>user\\n...
     following:                                                                <|im_end|>\\n<|im_start|>user\\n...
 
-This is exact where the suffix does not depend on the earlier turns and starts with a token of its own, at which every
-tokenizer splits. Both is checked when a renderer is made. A suffix that changes with a system message is not
-refused. ``template_probes.py`` compares with the whole rendering and tells of it.
+This is exact if the suffix does not depend on the earlier turns and starts with a token of its own, at which every
+tokenizer splits. A renderer checks both when it is made. It does not refuse a suffix that changes with a system
+message: ``template_probes.py`` compares with the whole rendering and reports such a change.
 """
 
 import json
@@ -38,9 +38,9 @@ REPLIES: dict[str, list[Message]] = {
 }
 TWO_TOOLS = [{**REPLIES["tool"][0], "tool_call_id": f"call0000{i}"} for i in (1, 2)]
 BOUNDARIES = ("7", "a", ".", "é", "🙂", "<", "{", "|", "#", " ", "\n", " \n", "\n\n", "a,", "\t", "</think>")
-"""Ends of an answer, with which the start of a suffix could become one token."""
+"""Ends of an answer that could become one token with the start of a suffix."""
 LONG_TEXT, CHARACTERS_PER_TOKEN = 2**16, 16
-"""Characters of a text that is read whole, and of a token: more than any long text has in the mean, but for blanks."""
+"""Characters of a text that is read whole; characters per token, more than the mean of any long text but blanks."""
 _FIX = (
     "use the template of another version of the model, or write chat_template.jinja into the model's folder"
 )
@@ -52,7 +52,7 @@ class _Suffix:
 
     text: str
     dropped: str = ""
-    """Blanks before it, which the template adds to the answer."""
+    """Blanks that the template writes between the answer and this text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,21 @@ _HISTORIES = {
 
 
 def encode_within(tokenizer: "Tokenizer", text: str, most_tokens: int | None) -> list[int]:
-    """The tokens of a text, without special tokens around it. Of one that is far too long the beginning alone is read: the
-    tokens of ten megabytes take ten seconds, for which all episodes would wait.
+    """The tokens of a text, without special tokens around it. Of a text that is far too long only the beginning is read:
+    ten megabytes take ten seconds, and all episodes would wait for them.
 
     Raises:
-        EpisodeEnded: the beginning has more than twice ``most_tokens`` (None: no limit). A beginning may have a few tokens more
-            than the whole, never twice as many.
+        EpisodeEnded: the beginning has more than twice ``most_tokens`` tokens (None: no limit). A beginning may have a few
+            tokens more than the whole text, never twice as many.
         ValueError: the beginning has half of a surrogate pair.
     """
     read = len(text) if most_tokens is None else max(LONG_TEXT, CHARACTERS_PER_TOKEN * most_tokens)
     try:
         ids = list(tokenizer.encode(text[:read], add_special_tokens=False))
-    except TypeError as error:  # of its Rust part, in words of its own
-        raise ValueError("half of a surrogate pair is in them; replace it, for UTF-8 has none") from error
+    except TypeError as error:  # of its Rust part, whose message does not name the cause
+        raise ValueError(
+            "they contain half of a surrogate pair, which UTF-8 does not have; replace it"
+        ) from error
     if len(text) <= read:
         return ids
     if most_tokens is not None and len(ids) > 2 * most_tokens:
@@ -99,7 +101,7 @@ def encode_within(tokenizer: "Tokenizer", text: str, most_tokens: int | None) ->
 
 
 class ChatRenderer:
-    """Messages to tokens, for conversations whose assistant turns were sampled.
+    """Turns messages into tokens, for conversations whose assistant turns were sampled.
 
     Args:
         tools: functions in OpenAI's form, ``{"type": "function", "function": {name, description, parameters}}``.
@@ -113,7 +115,7 @@ class ChatRenderer:
     end_token_ids: tuple[int, ...]
     """Each of them ends the assistant's turn. Sampling should stop at each."""
     notes: tuple[str, ...]
-    """What is odd about the template, but does not keep it from being used."""
+    """Oddities of the template that do not keep it from being used."""
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class ChatRenderer:
             )
         if taken := SET_BY_TANDEM & self._arguments.keys():
             raise ValueError(
-                f"{', '.join(sorted(taken))}: no argument of a chat template; leave it out of the template's arguments"
+                f"the template's arguments have {', '.join(sorted(taken))}, which Tandem sets itself; leave it out"
             )
         check_template_arguments(tokenizer, self._arguments)
         added = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
@@ -151,7 +153,7 @@ class ChatRenderer:
         self.notes = tuple(self._find_notes())
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation's first messages, with the header of the assistant's turn. Raises ValueError:
+        """The tokens of a conversation's first messages, with the header of the assistant's turn. Raises ValueError if
         the template refuses these messages, or leaves out those of a role."""
         text = self.render(messages, header=True)
         for role in {str(message.get("role")) for message in messages} - self.replies.keys() - self._openers:
@@ -169,14 +171,14 @@ class ChatRenderer:
             sampled_end: whether the last sampled token is one of ``end_token_ids``, so that no end is needed.
 
         Raises:
-            ValueError: the template refuses these messages or leaves them out, or they are none.
+            ValueError: the template refuses these messages or leaves them out, or there are none.
         """
         if not messages:
             raise ValueError("no message follows the assistant's turn; give at least one")
         for role in {str(message.get("role")) for message in messages} - self.replies.keys():
             if role == "tool":
                 raise ValueError(
-                    f"{self._name} takes no messages of role 'tool' here; `tandem check-template --tools` says why"
+                    f"{self._name} does not take messages of role 'tool' here; `tandem check-template --tools` says why"
                 )
             reply: list[Message] = [{"role": role, "content": REPLY}]
             self._check_reply(role, reply)
@@ -191,14 +193,14 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], *, header: bool) -> str:
         """The template's text of a whole conversation. ``header``: with the header of the assistant's next turn.
-        Raises ValueError: the template refuses these messages."""
+        Raises ValueError if the template refuses these messages."""
         try:
             return render_chat(self._tokenizer, messages, self._tools, self._arguments, header=header)
         except ValueError as error:
             raise ValueError(f"{error}; {_FIX}") from error
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a rendered text, which has its special tokens in it. Raises EpisodeEnded: it is far too long."""
+        """The tokens of a rendered text, which contains its special tokens. Raises EpisodeEnded if it is far too long."""
         return encode_within(self._tokenizer, text, self._most_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -206,7 +208,7 @@ class ChatRenderer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def needs_tool_calls(self, messages: Sequence[Message]) -> bool:
-        """Whether the template renders these messages only behind a turn with ``tool_calls``, as Mistral's does."""
+        """Whether the template renders these messages only after a turn with ``tool_calls``, as Mistral's does."""
         return self._tool_calls_needed and any(message.get("role") == "tool" for message in messages)
 
     def _suffix(self, messages: Sequence[Message], history: _History, *, header: bool = True) -> _Suffix:
@@ -227,7 +229,7 @@ class ChatRenderer:
             raise ValueError(
                 f"{self._name} does not write the assistant's answer exactly once, so nothing can follow it; {_FIX}"
             )
-        if called:  # the end of the call stands before the end of the turn
+        if called:  # the template ends the call before it ends the turn
             ends = [self.decode([number]) for number in self.end_token_ids]
             starts = [at for end in ends if (at := suffix.find(end)) >= 0]
             return _Suffix(suffix[min(starts) :]) if starts else _Suffix(suffix)
@@ -255,17 +257,17 @@ class ChatRenderer:
         ids = self.encode(last)
         if not last.strip():
             raise ValueError(
-                f"{self._name} writes no more than blanks ({last!r}) after the assistant's answer, so no token ends its turn; {_FIX}"
+                f"{self._name} writes only blanks ({last!r}) after the assistant's answer, so no token ends its turn; {_FIX}"
             )
         if ids[0] not in self._added.values() and len(ids) > 1:
             raise ValueError(
                 f"{self._name} closes the assistant's turn with the text {last!r} of {len(ids)} tokens, which cannot "
-                f"stop sampling; {_FIX}, in which one token closes it"
+                f"stop sampling; {_FIX}, so that one token closes the turn"
             )
         return ids[0]
 
     def _checked_replies(self) -> dict[str, list[Message]]:
-        """What may follow the assistant's turn, by role. Raises ValueError if a role that is needed may not."""
+        """What may follow the assistant's turn, by role. Raises ValueError if a needed role may not."""
         usable = {}
         for role, reply in REPLIES.items():
             try:
@@ -299,12 +301,12 @@ class ChatRenderer:
         if first != end:
             written, wanted = (self.decode([number]) for number in (first, end))
             raise ValueError(
-                f"{self._name} writes {written!r} after the assistant's answer where role {role!r} follows, and {wanted!r} "
-                f"where nothing does, so its turn has no fixed end; {_FIX}"
+                f"{self._name} writes {written!r} after the assistant's answer if role {role!r} follows, but {wanted!r} "
+                f"if nothing follows, so its turn has no fixed end; {_FIX}"
             )
 
     def _end_of_tool_calls(self) -> Iterator[int]:
-        """The token that closes a turn with tool calls, if it is another one (Llama 3.1 has ``<|eom_id|>``)."""
+        """The token that closes a turn with tool calls, if it differs from that of other turns (Llama 3.1 has ``<|eom_id|>``)."""
         if not self._tools:
             return
         try:
@@ -317,8 +319,8 @@ class ChatRenderer:
             yield added[-1]
 
     def _check_history(self) -> None:
-        """Refuse a template whose suffix changes with what came before it. Where only replies of tools do, and there
-        are no tools, they are refused alone."""
+        """Refuse a template whose suffix changes with what came before it. If only the suffix of tools' replies changes,
+        and there are no tools, refuse only such replies."""
         try:
             self._check_independence("tool")
         except ValueError:
@@ -349,9 +351,9 @@ class ChatRenderer:
         return {**_HISTORIES, "an earlier reply of a tool": _History(before=earlier)}
 
     def _check_boundary(self) -> None:
-        """Refuse a template where the answer and what follows it could become tokens together.
+        """Refuse a template if the end of an answer and what follows it could become one token.
 
-        An added token is split off before anything else, so this is a matter of other ends of a turn alone.
+        The tokenizer splits off an added token before anything else, so only other ends of a turn can fail here.
         """
         for role, reply in self._reply_probes():
             suffix = self._suffix(reply, _History())
@@ -360,8 +362,8 @@ class ChatRenderer:
                 whole = self.encode(ANSWER + end + suffix.text)
                 if whole[-len(ids) :] != ids:
                     raise ValueError(
-                        f"{self._name}: an answer that ends with {end!r} and what follows it (role {role!r}) become tokens "
-                        f"together; {_FIX}, in which a special token closes the assistant's turn"
+                        f"{self._name}: the tokenizer merges the end {end!r} of an answer with what follows it (role {role!r}); "
+                        f"{_FIX}, so that a special token closes the assistant's turn"
                     )
 
     def _reply_probes(self) -> list[tuple[str, Sequence[Message]]]:

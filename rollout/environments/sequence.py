@@ -22,15 +22,15 @@ from rollout.records import (
 
 
 class TokenSequence:
-    """Grows at its end alone. Nothing else joins prompts, responses and observations."""
+    """Grows only at its end. Only this class joins prompts, responses and observations."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[np.ndarray, Completion | None]] = []
         self._length = 0
         self._turns: list[Turn] = []
         self.known_experts: KnownExperts | None = None
-        """All inputs up to the last token of the last turn, by the weights that sampled it. None: before the first turn, and
-        behind an answer without experts or tokens."""
+        """Experts are known for all inputs before the last token of the last turn, by the weights that sampled that token. None:
+        before the first turn, and after an answer without experts or tokens."""
 
     @classmethod
     def of_single_turn(cls, prompt_ids: Sequence[int], completion: Completion) -> Self:
@@ -58,7 +58,7 @@ class TokenSequence:
     def beginning(self, length: int | None) -> "TokenSequence":
         """A sequence that has observed the first ``length`` tokens of this one; None: all of them.
 
-        What was sampled among them is an observation there: it is trained on once, here.
+        Sampled tokens among them are observations there, since they are trained on once, here.
 
         Raises ValueError: this one has fewer tokens.
         """
@@ -131,17 +131,20 @@ class TokenSequence:
         )
 
     def _known_behind(self, last: Completion) -> KnownExperts | None:
-        """See ``known_experts``. The answer tells the experts of all inputs, or of those behind what was known before, by
-        the same weights."""
+        """See ``known_experts``. The answer has the experts of all inputs, or of those after the inputs that were known before,
+        by the same weights."""
         if last.experts is None or not last.token_versions.size:
             return None
         return KnownExperts(before=self._length - 1, version=int(last.token_versions[-1]))
 
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """Each token has the experts by the newest weights that sampled a turn behind it, as far as answers told them.
+        """(experts of each token, whether they are known); None if no answer had any.
 
-        After an update, also one inside a turn, the server computes the whole sequence anew, and may choose other experts for
-        its beginning: those from before the update are none by which the tokens behind were sampled."""
+        A token has the experts by the newest weights that sampled a turn after it, if an answer had them.
+
+        After an update, even inside a turn, the server recomputes the whole sequence, and may choose other experts for its
+        beginning. Later tokens were not sampled by the experts from before the update.
+        """
         known = [sampled.experts for _, sampled in self._parts if sampled and sampled.experts is not None]
         if not known:
             return None, None

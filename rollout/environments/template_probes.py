@@ -1,7 +1,7 @@
 """What Tandem appends to sampled turns, compared with the chat template's rendering of the whole conversation.
 
-They differ where the template rewrites earlier turns. Tandem then keeps what was sampled, and a server that renders
-messages anew would not: its prompt would no longer begin with the tokens that the policy has seen and sampled.
+They differ if the template rewrites earlier turns. Tandem keeps what was sampled. A server that renders all messages
+again does not: its prompt no longer begins with the tokens that the policy has seen and sampled.
 """
 
 from collections.abc import Sequence
@@ -30,28 +30,28 @@ AROUND = 4
 """Tokens that are shown on either side of a difference."""
 
 DROPS_THINKING = (
-    "the template drops the thinking of earlier turns: a server that renders anew would fork here; Tandem keeps "
+    "the template drops the thinking of earlier turns: a server that renders them again would fork here; Tandem keeps "
     "what was sampled"
 )
-TRIMS = (
-    "the template trims an answer: a server that renders anew would fork here; Tandem keeps what was sampled"
-)
+TRIMS = "the template trims an answer: a server that renders it again would fork here; Tandem keeps what was sampled"
 REWRITES = "the template rewrites earlier answers; Tandem keeps what was sampled"
 OTHER_HEADER = (
-    "the template opens an earlier turn of the assistant with other text than it prompts for one; Tandem keeps the "
-    "prompt that was sampled from"
+    "the template opens an earlier turn of the assistant with another text than its generation prompt; Tandem keeps "
+    "the prompt that the policy saw"
 )
 OTHER_TOKENS = (
-    "the text is the same, but an answer and the text before it become other tokens when they are tokenised together; "
+    "the text is the same, but an answer gets other tokens if it is tokenised with the text before it; "
     "Tandem keeps the tokens that were sampled"
 )
-REWRITES_OTHERS = "the template changes earlier messages once others follow; Tandem keeps them as they were"
+REWRITES_OTHERS = (
+    "the template changes earlier messages once later ones follow; Tandem keeps them as they were"
+)
 AFTER_SYSTEM = (
-    "where there is a system message, the template writes something else after a turn; Tandem appends what it writes "
+    "with a system message, the template writes another text after a turn; Tandem appends the text that it writes "
     "without one"
 )
-TAKES_NO_SYSTEM = "the template takes no system messages, so a system prompt is refused"
-NEEDS_CALLS = "the template takes tools' replies only behind tool_calls, so there is nothing to compare with"
+TAKES_NO_SYSTEM = "the template does not take system messages, so a system prompt is refused"
+NEEDS_CALLS = "the template takes tools' replies only after tool_calls, so there is nothing to compare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ PROBES: dict[str, Rounds] = {
     "user reply, system message": [("Four.", USER)],
 }
 STARTS: dict[str, list[Message]] = {"user reply, system message": [SYSTEM, QUESTION]}
-"""Messages before the first answer, where they are more than a question."""
+"""Messages before the first answer, if they are more than a question."""
 
 
 def probe_template(renderer: ChatRenderer) -> list[Probe]:
@@ -102,7 +102,7 @@ def _compare(renderer: ChatRenderer, name: str, rounds: Rounds) -> Probe:
     conversation = list(start)
     try:
         ours = renderer.opening(conversation)
-    except ValueError:  # a renderer is made only where a question alone is taken
+    except ValueError:  # every renderer takes a question alone
         return Probe(name=name, is_equal=None, meaning=TAKES_NO_SYSTEM)
     for answer, replies in rounds:
         ours += renderer.encode(answer) + renderer.following(replies, sampled_end=False)

@@ -1,9 +1,9 @@
 """Tool calls in the text of a turn, found by SGLang's own parsers.
 
-The parsers run in one process of their own. Importing them takes 9 CPU seconds, half a GiB and torch, which the
-sample role is kept free of. A server's route ``/parse_function_call`` would have them already, but a router does not
-pass it on, a lost server would fail an episode, and a parser that hangs on a sampled text (they are regular
-expressions) would hang the server, and with it every sample there. A separate process has a deadline, and is killed at it.
+The parsers run in one separate process. Importing them takes 9 CPU seconds, half a GiB and torch, which the sample
+role does not import. Servers have them behind the route ``/parse_function_call``. But a router does not pass that on, and
+a lost server would fail an episode. The parsers are regular expressions: one that hangs on a sampled text would hang the
+server with every sample there. A separate process has a deadline, at which it is killed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ class ParsedTurn:
     """The text of a turn, taken apart."""
 
     content: str
-    """Without calls and thinking. The whole text, without thinking, where a call could not be read."""
+    """Without calls and thinking. If a call could not be read, the whole text without thinking."""
     calls: list[dict[str, Any]]
     """{name, arguments} each; arguments are an object of JSON."""
     error: str | None = None
     """Why a call could not be read; there are no calls then."""
     reasoning: str = ""
-    """The thinking, where a parser of it is given."""
+    """The thinking, if there is a parser for it."""
 
 
 class ToolCallParser(AnsweringProcess):
@@ -57,7 +57,7 @@ class ToolCallParser(AnsweringProcess):
         self._names = {"parser": parser, "reasoning_parser": reasoning_parser}
 
     def __call__(self, text: str, tools: Tools) -> ParsedTurn:
-        """A call that cannot be read, a parser that fails, and one that is late, lost or closed give an error.
+        """The turn has an error if a call cannot be read, or if the parser fails, is late, is lost or was closed.
 
         This blocks for about a millisecond, and for ``PARSE_TIMEOUT_S`` at most.
 
@@ -68,7 +68,7 @@ class ToolCallParser(AnsweringProcess):
         try:
             return ParsedTurn(**self.ask(question))
         except TimeoutError:
-            error = f"no answer of the parser within {self._timeout_s:g} s"
+            error = f"no answer from the parser within {self._timeout_s:g} s"
         except EOFError:
             error = "the parser's process ended"
         except CancelledError:

@@ -183,7 +183,7 @@ class RewardModel(ServedReward):
             received = (
                 f"{len(scores)} of them" if isinstance(scores, list) else repr(self.shown(content)[:200])
             )
-            raise self.wrong_form(url, f"was asked for {count} scores as {form} and sent {received}")
+            raise self.wrong_form(url, f"must answer with {count} scores as {form}, but sent {received}")
         return [_to_score(score if is_json else self._embedded_score(url, score)) for score in scores]
 
     def _embedded_score(self, url: str, reply: object) -> object:

@@ -46,8 +46,8 @@ def text_of(value: Any, field: str, *, numbers: bool = True) -> str:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(value[error.start]):04x}"
         raise ValueError(
-            f"field `{field}` has half a character ({half}, at position {error.start + 1}), which no tokenizer reads; write the "
-            "whole pair, or drop it"
+            f"field `{field}` has half of a surrogate pair ({half}, at position {error.start + 1}), which no tokenizer reads; "
+            "write the whole pair, or drop it"
         ) from error
     return value
 

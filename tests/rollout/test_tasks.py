@@ -504,7 +504,7 @@ def test_the_text_and_the_id_of_a_single_message_are_those_of_the_text(tmp_path)
         ([SYSTEM, {"role": "user", "content": [{"text": "x"}]}], {}, r"field `prompt\[1\]\.content` is a list; it must be text"),
         ([SYSTEM, {"role": "user", "content": " "}], {}, r"field `prompt\[1\]\.content` is empty"),
         ([ASKED, {"role": "assistant", "content": None}, ASKED], {}, r"field `prompt\[1\]\.content` is null"),
-        ([{"role": "system", "content": "\ud800"}, ASKED], {}, r"field `prompt\[0\]\.content` has half a character"),
+        ([{"role": "system", "content": "\ud800"}, ASKED], {}, r"field `prompt\[0\]\.content` has half of a surrogate pair"),
         ([SYSTEM, ASKED], {"system_prompt": "Think."}, r".* and task\.system_prompt is a system message too; remove task"),
     ],
 )  # fmt: skip

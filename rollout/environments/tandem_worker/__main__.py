@@ -9,7 +9,7 @@ from tandem_worker import guard  # noqa: E402  # pyright: ignore[reportMissingIm
 
 if is_template:
     from tandem_worker import template  # pyright: ignore[reportMissingImports]
-del sys.path[0]  # the folder of this one, whose modules may have the names of a user's
+del sys.path[0]  # the folder around this one: its modules may have the names of a user's
 if is_template:
     template.run(template.main(*sys.argv[2:]))
 else:

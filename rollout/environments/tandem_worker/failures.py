@@ -21,7 +21,7 @@ class Failure(Exception):
 
 
 def readable(text):
-    """With question marks for what UTF-8 cannot carry: halves of surrogate pairs."""
+    """The text with question marks for halves of surrogate pairs, which UTF-8 cannot carry."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -29,7 +29,7 @@ def error_text(error):
     """``KeyError: 'x'``, in one line."""
     try:
         told = str(error)
-    except Exception:  # the text of a user's exception may be any code
+    except Exception:  # a user's __str__ may be any code
         told = ""
     text = f"{type(error).__name__}: {told}" if told else type(error).__name__
     text = "".join(map(_printable, " ".join(readable(text).split())))
@@ -37,7 +37,7 @@ def error_text(error):
 
 
 def _printable(character):
-    """A terminal obeys control characters, and the text may be a model's."""
+    """Control characters as escapes: a terminal obeys them, and the text may be a model's."""
     return character if character.isprintable() else ascii(character)[1:-1]
 
 

@@ -1,8 +1,8 @@
 """The guard of an environment, or of an agent, and the server below it.
 
-Both processes adopt the orphans below them (PR_SET_CHILD_SUBREAPER), so a daemon of the environment cannot get away.
-The guard runs no code of the user's: it survives a crash of the server, and then kills what the server has left
-over. Between two episodes the server kills what the episode has left over.
+Both processes adopt the orphans below them (PR_SET_CHILD_SUBREAPER), so a daemon of the environment cannot
+escape. The guard runs no code of the user, so it survives a crash of the server, and then kills what the server has left
+behind. Between two episodes the server kills what the episode has left behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ALL_KINDS = 0x40000000
-"""__WALL: children that end without SIGCHLD too."""
+"""__WALL: also children that end without SIGCHLD."""
 END_TIMEOUT_S = 5.0
 """Time for the kernel to end killed processes."""
 
@@ -36,8 +36,8 @@ def main(command=()):
 
 
 def under_guard():
-    """Fork. -> None in the child. The parent stands guard: it returns after the child and all that it started are gone,
-    with the child's exit code."""
+    """Fork. -> None in the child. The parent stands guard, and returns the child's exit code after the child and all that
+    it started are gone."""
     set_of_process(PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     child = os.fork()
@@ -62,7 +62,7 @@ def become(command):
 
 
 def leave_to_the_user():
-    """Before a program of the user's: no input, and its orphans are the guard's."""
+    """Prepare for a program of the user: it gets no input, and the guard adopts its orphans."""
     set_of_process(PR_SET_CHILD_SUBREAPER, 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -70,7 +70,7 @@ def leave_to_the_user():
 
 
 def stand_guard(server):
-    """Wait for the end of the server, or of the parent's end of our pipe; then kill what is left. -> exit code"""
+    """Wait until the server ends or the parent closes its end of our pipe, then kill what is left. -> exit code"""
     wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_writer)
     asked_to_end = []
@@ -79,7 +79,7 @@ def stand_guard(server):
         signal.signal(number, lambda number, frame: asked_to_end.append(number))
     os.close(1)  # the parent sees the end of the file when the server ends
     poll = select.poll()
-    poll.register(0, 0)  # the closing alone: the server reads
+    poll.register(0, 0)  # only its closing: the server reads it
     poll.register(wake, select.POLLIN)
     code = None
     while code is None:
@@ -119,9 +119,9 @@ def has_children():
 
 
 def descendants(kept=frozenset()):
-    """{(pid, start time): parent} of all processes below this one, without those in ``kept`` and theirs. A zombie is in
-    it where it is a child of ours: no other can be reaped here. Orphans become children of ours, so without children
-    there are none, and the node's processes, thousands on a large one, are not read."""
+    """{(pid, start time): parent} of all processes below this one, except those in ``kept`` and the ones below them. A
+    zombie is included only if it is our child: no other can be reaped here. Orphans become our children. So without
+    children there are none, and the node's processes, thousands on a large one, are not read."""
     if not has_children():
         return {}
     by_parent = {}
@@ -153,7 +153,7 @@ def end_descendants(kept=frozenset()):
         if not found:
             return
         for pid, _ in found:
-            # One of another user may end by itself.
+            # A process of another user may end by itself.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for (pid, _), parent in found.items():

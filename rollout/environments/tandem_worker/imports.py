@@ -1,4 +1,4 @@
-"""Modules of the user's, in an environment's process and in Tandem's own."""
+"""Imports the user's modules, in an environment's process and in Tandem's own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .failures import Failure, describe
 def imported(name, others, missing):
     """The module ``name``, also from the current folder.
 
-    others: the modules beside those of the current folder. missing: what is said of a module that this one imports and
-    that is not there. Raises Failure.
+    others: the other modules besides those of the current folder, in words for a message. missing: what a message says of
+    a missing module that this one imports. Raises Failure.
     """
     file = f"{name.removesuffix('.py')}.py"
     if os.sep in name:
@@ -35,14 +35,14 @@ def imported(name, others, missing):
     except SystemExit as error:
         raise Failure(
             f"importing {name} ends the process: {describe(error)}; "
-            "put a script's part under `if __name__ == '__main__':`"
+            "put a script's code under `if __name__ == '__main__':`"
         ) from error
     except Exception as error:  # the import of a user's module may raise anything
         raise Failure(f"importing {name} raised {describe(error)}; correct the module") from error
 
 
 def _fix_of_file(file):
-    """What to write for a module that was named by its file."""
+    """What to write instead of the name of a module's file."""
     path = os.path.relpath(file)[: -len(".py")]
     if not path.startswith(os.pardir):
         return f"write {path.replace(os.sep, '.')!r}"

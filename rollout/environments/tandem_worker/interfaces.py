@@ -21,7 +21,7 @@ PARTS = "parts"
 
 
 def make_environment(environment, interface, options, path):
-    """path: sys.path of Tandem, for its own Python; None: this Python's own, and then the current folder."""
+    """path: Tandem's sys.path, if this is its Python. None: keep this Python's own; the current folder is added."""
     if sys.version_info < OLDEST_PYTHON:
         raise Failure(f"environment.python is Python {sys.version.split()[0]}; use 3.9 or newer")
     if path is not None:
@@ -62,7 +62,7 @@ class Adapter:
             self.call(close)
 
     def call(self, function, *arguments, **named):
-        """Call a function of the user's, async or not."""
+        """Call the user's function, async or not."""
         returned = function(*arguments, **named)
         return (
             self._loop.run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
@@ -85,7 +85,7 @@ class MessageAdapter(Adapter, abc.ABC):
         """See ``answered``."""
 
     def reset_with(self, problem):
-        """reset() with those fields of the row and the problem that it has parameters for."""
+        """Call reset() with the fields of the problem and its row that it has parameters for."""
         fields = {key: value for key, value in problem.items() if key != "row"}
         fields.update(problem.get("row") or {})
         parameters = inspect.signature(self.made.reset).parameters.values()
@@ -150,7 +150,7 @@ class MessageAdapter(Adapter, abc.ABC):
         if function is None:
             return f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(functions))}", True
         if not isinstance(arguments, dict):
-            return f"Error: the arguments of {name} are no object of JSON: {short(arguments)}", True
+            return f"Error: the arguments of {name} are not a JSON object: {short(arguments)}", True
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
@@ -184,7 +184,7 @@ class Chat(MessageAdapter):
             raise Failure(f"tools is {short(tools)}; make it a list of functions, or of JSON schemas")
         written = [tool for tool in tools if isinstance(tool, dict)]
         if written and len(written) < len(tools):
-            raise Failure("tools has functions and JSON schemas; give it one kind")
+            raise Failure("tools mixes functions and JSON schemas; give it one kind")
         for tool in written:
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -196,7 +196,7 @@ class Chat(MessageAdapter):
     def reset(self, problem):
         messages = self.messages_of("reset", self.call(self.made.reset, problem))
         if not messages:
-            raise self.unusable("reset", "returned no messages; return one at least")
+            raise self.unusable("reset", "returned no messages; return at least one")
         self._find_tools()  # reset may have chosen them
         return messages
 
@@ -211,7 +211,7 @@ class Chat(MessageAdapter):
         messages = self.messages_of("step", messages)
         if not messages and not done:
             raise self.unusable(
-                "step", "returned no messages, and done is False; the policy has nothing to answer"
+                "step", "returned no messages, and done is False, so the policy has nothing to answer"
             )
         reward = None if reward is None else self.number_of(reward, "reward")
         calls = len(message.get("tool_calls") or ())
@@ -283,7 +283,7 @@ class Tools(MessageAdapter):
 
 
 class Tokens(Adapter):
-    """An environment of tokens, which is made here to see that it can be; it runs elsewhere."""
+    """An environment of tokens. It is made here only as a check; it runs elsewhere."""
 
     needs = ("run",)
 

@@ -42,7 +42,7 @@ class Server:
         try:
             content = json_line({"ok": self._do(**request)}, self.environment)
             if len(content) > self.largest:
-                what = f"gave {len(content)} bytes, but an answer may have {self.largest}"
+                what = f"gave {len(content)} bytes, but an answer may have at most {self.largest}"
                 raise self._environment().unusable(request["do"], what)
         except Failure as error:
             content = json_line({"error": {"kind": error.kind, "message": str(error)}})
@@ -81,4 +81,4 @@ def json_line(content, environment=None):
         return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
         place = f" ({place_of(environment.made)})" if environment is not None else ""
-        raise Failure(f"answer is no JSON: {error}{place}", "unusable") from error
+        raise Failure(f"answer is not JSON: {error}{place}", "unusable") from error

@@ -1,4 +1,4 @@
-"""The template of a Python agent's processes: it imports what the agent will, and forks.
+"""The template of a Python agent's processes: it imports the agent's modules once, and forks.
 
 ::
 
@@ -61,7 +61,7 @@ def main(control, script, *modules):
 
 
 def reap(number, frame):
-    """Guards that have ended."""
+    """Reap guards that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -82,7 +82,7 @@ def import_all(modules):
 
 
 def begin(script, request, stdin, stdout, stderr, status):
-    """The guard, and below it the agent. -> the agent's request, in its process alone."""
+    """Run the guard, and the agent below it. -> the agent's request, only in the agent's process."""
     os.setsid()
     for descriptor, number in ((stdin, 0), (stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
@@ -100,7 +100,7 @@ def begin(script, request, stdin, stdout, stderr, status):
 
 
 def run(request):
-    """The script as ``python script`` runs it. The interpreter ends behind it as usual."""
+    """Run the script as ``python script`` does. The interpreter then ends as usual."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["variables"])

@@ -16,7 +16,7 @@ def schema_of(function, name=None):
     Sphinx' style. Raises Failure if a parameter has no type, or there is no docstring."""
     name = name or getattr(function, "__name__", None)
     if not callable(function) or name is None:
-        raise Failure(f"tool {short(function)} is no function with a name; define one")
+        raise Failure(f"tool {short(function)} is not a function with a name; define one")
     text = inspect.getdoc(function)
     if not text:
         raise Failure(

@@ -310,7 +310,8 @@ CASES = {
     ),
     "half a character": Case(
         damage=train(GOOD + '{"prompt": "a\\ud800", "answer": "1"}\n'), field="task.train_path",
-        error="train.jsonl:line 2: field `prompt` has half a character (\\ud800, at position 2)", fix="write the whole pair, or drop it",
+        error="train.jsonl:line 2: field `prompt` has half of a surrogate pair (\\ud800, at position 2)",
+        fix="write the whole pair, or drop it",
     ),
     "a prompt that is a number": Case(
         damage=train(GOOD + '{"prompt": 5, "answer": "1"}\n'), field="task.train_path",
@@ -325,11 +326,12 @@ CASES = {
         error="pairs.jsonl:line 1: field `prompt` is the number 5, not text",
     ),
     "half a character of an answer": Case(
-        damage=train('{"prompt": "1", "answer": "\\udc00"}\n'), field="task.train_path", error="line 1: field `answer` has half a character"
+        damage=train('{"prompt": "1", "answer": "\\udc00"}\n'), field="task.train_path",
+        error="line 1: field `answer` has half of a surrogate pair",
     ),
     "half a character of a warm start": Case(
         damage=lambda: Path("pairs.jsonl").write_text('{"prompt": "1", "response": "\\ud800"}\n'), config="sft.yaml", field="data.path",
-        error="pairs.jsonl:line 1: field `response` has half a character",
+        error="pairs.jsonl:line 1: field `response` has half of a surrogate pair",
     ),
     "deeply nested": Case(
         damage=train('{"prompt": "1", "answer": "1", "more": ' + "[" * 100_000 + "]" * 100_000 + "}\n"), field="task.train_path",

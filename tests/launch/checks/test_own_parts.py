@@ -62,7 +62,7 @@ def problems(
     ("field", "content", "message"),
     [  # the process of a sampler imports no torch
         ("objective", "import sys\nsys.exit(0)",
-         r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's"),
+         r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's code"),
         ("sampler", "import os\nos._exit(3)", "importing broken: its process ended with exit code 3; correct the module"),
         ("sampler", "import time\ntime.sleep(600)",
          r"importing broken took longer than check_timeout_s=3, at broken.py:2 in <module>; .* raise its check_timeout_s"),

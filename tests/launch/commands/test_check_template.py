@@ -29,7 +29,7 @@ def test_rewriting_is_told_and_no_error(folder):
     rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[1:11])
     assert len(rows) == 10
     assert {name.strip() for name, equal in rows.items() if equal == "no"} == {"thinking in an earlier turn"}
-    assert "drops the thinking of earlier turns: a server that renders anew would fork" in done.stdout
+    assert "drops the thinking of earlier turns: a server that renders them again would fork" in done.stdout
     assert "Tandem    'assistant\\n[[<think>]]\\nTwo'" in done.stdout
     assert "end of the assistant's turn: '<|im_end|>' (" in done.stdout and "warning" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith(USABLE)
@@ -37,7 +37,7 @@ def test_rewriting_is_told_and_no_error(folder):
 
 def test_arguments_reach_the_template(folder):
     done = tandem("check-template", "model", "--argument", "enable_thinking=false", cwd=folder)
-    assert done.returncode == 0 and "other text than it prompts for" in done.stdout
+    assert done.returncode == 0 and "another text than its generation prompt" in done.stdout
 
 
 def test_an_end_at_which_the_model_does_not_stop_is_warned_of(folder):

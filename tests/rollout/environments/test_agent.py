@@ -321,9 +321,9 @@ def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
         ("pass", Status.FAILED, "ended without a turn"),
         ("ask(key='wrong')", Status.FAILED, "exit code 1; .*401"),
         ("ask(); ask()", Status.FAILED, r"refused with 400: no message follows the last answer"),
-        ("ask(); print('x' * 200000)", Status.REWARD_FAILED, "the last line of the agent is 'xxx"),
+        ("ask(); print('x' * 200000)", Status.REWARD_FAILED, "the last line that the agent printed is 'xxx"),
         ("ask(); print(json.dumps({'reward': float('nan')}))", Status.REWARD_FAILED, "needs {\"reward\": number"),
-        ("ask(); print('[1]')", Status.REWARD_FAILED, r"the last line of the agent is '\[1\]'"),
+        ("ask(); print('[1]')", Status.REWARD_FAILED, r"the last line that the agent printed is '\[1\]'"),
         ("ask(); print(json.dumps({'reward': 1, 'parts': {'a': True}}))", Status.REWARD_FAILED, "last line"),
         ("ask(); print(json.dumps({'reward': 5}), end='\\n\\n')", Status.OK, None),
     ]  # fmt: skip

@@ -255,7 +255,9 @@ def test_messages_that_the_template_refuses_fail_their_episode(kind):
 
     made = play("Countdown", interface="text", renderer_of=Refusing)
     assert {one.status for one in made} == {Status.FAILED}
-    assert {one.error for one in made} == {"the environment's messages have no tokens: roles must alternate"}
+    assert {one.error for one in made} == {
+        "the environment's messages cannot become tokens: roles must alternate"
+    }
 
 
 def test_the_error_of_a_call_shows_half_of_a_surrogate_pair_as_a_question_mark():

@@ -419,10 +419,13 @@ async def ends_with(problem, context, **outcome):
         (cancels_its_own, "CancelledError"),
         (observes_too_early, r"observe\(\) while act\(\) is under way; await it first, or fork"),
         (acts_twice, r"act\(\) while act\(\) is under way"),
-        (observing(1, LARGEST), f"{LARGEST} is no token id; they are integers from 0 to {LARGEST - 1}"),
-        (observing(1, -1), "-1 is no token id"),
-        (observing(1.7), "1.7 is no token id"),
-        (observing(True), "True is no token id"),
+        (
+            observing(1, LARGEST),
+            f"{LARGEST} is not a token id; token ids are integers from 0 to {LARGEST - 1}",
+        ),
+        (observing(1, -1), "-1 is not a token id"),
+        (observing(1.7), "1.7 is not a token id"),
+        (observing(True), "True is not a token id"),
         (asks_for_nothing, "max_new_tokens=0 must be at least 1"),
         (partial(ends_with, status="done"), "the status 'done'; give a Status"),
     ],
@@ -639,7 +642,7 @@ def returns(value):
         (
             returns(Outcome(reward=0.5, error="odd")),
             Status.FAILED,
-            "the reward 0.5 and the error 'odd'.*the reward None",
+            "the reward 0.5 with the error 'odd'.*the reward None",
         ),
     ],
 )
@@ -654,7 +657,7 @@ def test_what_goes_wrong_in_an_episode_is_no_score(run, status, message):
 def test_a_late_episode_is_told_the_limit_of_the_config():
     maker = episodes(hangs, timeout_s=0.05, end_s=0.01)
     (one,) = sample(maker, seeds=[11])
-    assert one.error == "no outcome within environment.timeout_s=0.05 s and 0.01 s to end it"
+    assert one.error == "no outcome within environment.timeout_s=0.05 s and 0.01 s more to end the episode"
 
 
 def test_a_failure_of_the_engine_is_no_failure_of_the_episode():

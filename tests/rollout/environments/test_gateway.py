@@ -467,23 +467,23 @@ def test_requests_that_cannot_be_understood(monkeypatch, caplog):
     monkeypatch.setattr(gateway_module, "LARGEST_BODY", 10_000)
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     bad = [
-        (b"x", 400, "no JSON"),
-        (b"[" * 5000, 400, "no JSON"),
+        (b"x", 400, "not JSON"),
+        (b"[" * 5000, 400, "not JSON"),
         (b"[]", 400, "is a list"),
-        (b"\xff\xfe", 400, "no JSON"),
+        (b"\xff\xfe", 400, "not JSON"),
         (b"x" * 20_000, 413, "may have"),
-        ({}, 400, "messages is no list"),
-        ({"messages": []}, 400, "messages is no list"),
-        ({"messages": ["a"]}, 400, "message 0 is no message"),
-        ({"messages": [{"role": "user", "content": 3}]}, 400, "content of message 0 is no text"),
-        ({"messages": [image]}, 400, "no text"),
+        ({}, 400, "messages is not a list"),
+        ({"messages": []}, 400, "messages is not a list"),
+        ({"messages": ["a"]}, 400, "message 0 is not a message"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "content of message 0 is not text"),
+        ({"messages": [image]}, 400, "a part that is not text"),
         ({"messages": [user("")]}, 400, "have no tokens"),
         ({"messages": [user("3")], "n": 2}, 400, "use n=1"),
         ({"messages": [user("3")], "stop": ["a"]}, 400, "stop"),
         ({"messages": [user("3")], "max_tokens": 0}, 400, "max_tokens=0"),
         ({"messages": [user("3")], "max_tokens": True}, 400, "max_tokens=True"),
         ({"messages": [user("3")], "tools": TOOLS}, 400, "environment.tool_call_parser"),
-        ({"messages": [user("three")]}, 400, "have no tokens"),
+        ({"messages": [user("three")]}, 400, "cannot become tokens"),
     ]  # fmt: skip
 
     async def test():
@@ -506,12 +506,16 @@ def test_requests_that_cannot_be_understood(monkeypatch, caplog):
                 await one.ask([user("3")], max_tokens=2, parallel_tool_calls=True, **both)
             assert answer.usage.completion_tokens <= 2
             first, second, third, fourth, fifth = (record.getMessage() for record in caplog.records)
-            assert first.startswith("an agent asks for temperature=0.1") and "rollout.temperature" in first
-            assert second.startswith("an agent asks for chat_template_kwargs={'enable_thinking': False}")
+            assert (
+                first.startswith("an agent's request has temperature=0.1") and "rollout.temperature" in first
+            )
+            assert second.startswith("an agent's request has chat_template_kwargs={'enable_thinking': False}")
             assert "model.chat_template_kwargs" in second
-            assert third.startswith("an agent asks for logprobs=True") and "v1/generate" in third
-            assert fourth.startswith("an agent asks for seed=0")
-            assert fifth.startswith("an agent asks for reasoning_effort='high'") and "model.chat" in fifth
+            assert third.startswith("an agent's request has logprobs=True") and "v1/generate" in third
+            assert fourth.startswith("an agent's request has seed=0")
+            assert (
+                fifth.startswith("an agent's request has reasoning_effort='high'") and "model.chat" in fifth
+            )
 
     run(test)
 
@@ -878,8 +882,8 @@ def test_a_conversation_in_tokens():
             so_far = one.context.token_ids.tolist()
             wrong = [
                 ([*so_far, VOCAB], 400, f"from 0 to {VOCAB - 1}"),
-                ([*so_far, True], 400, "no list of token ids"),
-                ([*so_far, -1], 400, "no list of token ids"),
+                ([*so_far, True], 400, "not a list of token ids"),
+                ([*so_far, -1], 400, "not a list of token ids"),
                 ([], 400, "token_ids is empty"),
             ]
             for token_ids, status, message in wrong:

@@ -254,7 +254,7 @@ def test_tools_are_those_of_the_server():
     called = [one["data"] for one in server.received if one["data"].get("type") == "call_tool"]
     assert called == [{"type": "call_tool", "tool_name": "add", "arguments": {"a": a}} for a in (1, 2)]
     assert [(m["role"], m["content"]) for m in renderer.messages] == [
-        ("user", "3 4"), ("user", "5 "), ("tool", "Error: the arguments of add are no object of JSON"),
+        ("user", "3 4"), ("user", "5 "), ("tool", "Error: the arguments of add are not a JSON object"),
         ("tool", "7 "), ("tool", "7"),
     ]  # fmt: skip
     assert sample.reward == 1.0 + 2.0
@@ -266,10 +266,10 @@ def test_tools_are_those_of_the_server():
     [
         ("hang", Status.TIME_LIMIT, "step took longer than environment.step_timeout_s=0.2 s"),
         ("hang in reset", Status.TIME_LIMIT, "reset took longer than environment.reset_timeout_s=0.2 s"),
-        ("close", Status.FAILED, "the server closed the session in step with code 1000"),
+        ("close", Status.FAILED, "the server closed the session during step with code 1000"),
         ("error", Status.FAILED, "the environment answered step with EXECUTION_ERROR: it broke"),
-        ("no json", Status.FAILED, r"the server sent '{', which is no answer of OpenEnv"),
-        ("another form", Status.FAILED, "the server sent 'text', which is no answer of OpenEnv"),
+        ("no json", Status.FAILED, r"the server sent '{', which is not an answer in OpenEnv's form"),
+        ("another form", Status.FAILED, "the server sent 'text', which is not an answer in OpenEnv's form"),
         ("too large", Status.FAILED, "more than 4194304 bytes"),
         ("infinite reward", Status.REWARD_FAILED, "the environment's reward: the reward must be a number"),
     ],

@@ -116,12 +116,12 @@ FAULTS = [
     ("crash", Status.FAILED, r"process \(pid \d+\) ended with exit code 3 in step"),
     ("crash_with_daemon", Status.FAILED, "ended with exit code 3 in step"),
     ("poison", Status.REWARD_FAILED, r"returned nan as reward, .* \(chat_environments.py:\d+ in step\)"),
-    ("shout", Status.FAILED, r"an answer may have 4194304 \(chat_environments.py:\d+ in step\)"),
+    ("shout", Status.FAILED, r"an answer may have at most 4194304 \(chat_environments.py:\d+ in step\)"),
     ("raises", Status.FAILED, r"raised KeyError: 'x' \(chat_environments.py:\d+ in raises\)"),
     ("exits", Status.FAILED, r"raised SystemExit: bye \(chat_environments.py:\d+ in exits\)"),
     ("wrong_shape", Status.FAILED, r"returned str '7 8'; return \(messages, reward, done\) \(chat_environments"),
-    ("no_json", Status.FAILED, "the environment's answer is no JSON: Object of type object"),
-    ("garbage", Status.FAILED, "wrote b'7 8.n' in step, which is no answer"),
+    ("no_json", Status.FAILED, "the environment's answer is not JSON: Object of type object"),
+    ("garbage", Status.FAILED, "wrote b'7 8.n' in step, which is not an answer"),
 ]  # fmt: skip
 
 

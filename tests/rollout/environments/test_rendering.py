@@ -63,7 +63,7 @@ def test_a_text_is_refused_unread_only_where_it_has_more_tokens_than_a_sequence(
 
 
 def test_half_of_a_surrogate_pair_is_refused_in_plain_words():
-    with pytest.raises(ValueError, match="half of a surrogate pair is in them; replace it"):
+    with pytest.raises(ValueError, match=r"they contain half of a surrogate pair, .*; replace it"):
         RENDERERS["qwen2_5"].following([tool("half \ud83d")], sampled_end=True)
 
 
@@ -317,7 +317,7 @@ REFUSED = {
     "an end of plain text": (CHATML.replace("<|im_end|>\n", "\nEND OF TURN\n"), "tokens, which cannot stop sampling"),
     "an end that becomes a token with the answer": (
         "{% for m in messages %}{{ m.content }}#{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-        r"an answer that ends with '#' and what follows it \(role 'user'\) become tokens together",
+        r"the tokenizer merges the end '#' of an answer with what follows it \(role 'user'\)",
     ),
     "no header": (CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "ignores add_generation_prompt"),
     "the answer is left out": (
@@ -342,7 +342,7 @@ def test_what_cannot_be_continued_is_refused(template, message):
 
 
 def test_arguments_of_the_method_are_no_arguments_of_the_template():
-    with pytest.raises(ValueError, match="tokenize: no argument of a chat template"):
+    with pytest.raises(ValueError, match="arguments have tokenize, which Tandem sets itself"):
         renderer_of("qwen3", tokenize=True)
 
 

@@ -120,7 +120,7 @@ class TestChat:
         (("nothing", {}), "Error: there is no tool 'nothing'; the tools are get, odd"),
         (("get", {}), "Error: get: missing a required argument: 'key'"),
         (("get", {"key": "a", "more": 1}), "Error: get: got an unexpected keyword argument 'more'"),
-        (("get", [1]), "Error: the arguments of get are no object of JSON: list [1]"),
+        (("get", [1]), "Error: the arguments of get are not a JSON object: list [1]"),
         (("get", {"key": "b"}), "Error: KeyError: 'b'"),
     ],
 )
@@ -285,7 +285,7 @@ def test_types_without_arguments():
 
 @pytest.mark.parametrize("tool", ["search", 3, functools.partial(print)])
 def test_a_tool_that_is_no_function_with_a_name(tool):
-    with pytest.raises(Failure, match="is no function with a name; define one"):
+    with pytest.raises(Failure, match="is not a function with a name; define one"):
         of("chat", reset=lambda self, p: [], step=lambda self, m: None, tools=[tool])
 
 

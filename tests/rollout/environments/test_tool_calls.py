@@ -98,7 +98,7 @@ def test_a_late_parser_is_killed(parser):
     parser.start()
     parser._timeout_s, pid = 0.2, parser.pid
     turn = parser("x", [])
-    assert (turn.content, turn.error) == ("x", "no answer of the parser within 0.2 s")
+    assert (turn.content, turn.error) == ("x", "no answer from the parser within 0.2 s")
     assert not psutil.pid_exists(pid)
 
 
