@@ -105,6 +105,19 @@ def test_samples_of_one_prompt_are_split_where_a_rank_would_be_idle_or_overfull(
     assert sorted((*one, *two)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
+def test_samples_of_a_prompt_are_split_where_ranks_would_be_uneven_and_not_for_a_hundredth():
+    """By hand, two ranks. Three prompts of 2 places with two samples of 10 more each: a pair counts 22, and 1 for its copies.
+    Two pairs make 46 beside 23; samples by themselves, of 12 each, make 36 on both ranks. Then two prompts of 1 place: pairs of
+    102 and 100, which samples by themselves would make 101 each."""
+    arguments = {"dp_size": 2, "token_budget": 110}
+    uneven = Prompts(ids_S=[0, 0, 1, 1, 2, 2], lengths_S=[2] * 6)
+    plan = plan_batches([12] * 6, minibatches=[range(6)], prompts=uneven, **arguments)
+    assert plan.microbatches == ((((0, 2, 4),), ((1, 3, 5),)),)
+    even = Prompts(ids_S=[0, 0, 1, 1], lengths_S=[1] * 4)
+    plan = plan_batches([51, 51, 50, 50], minibatches=[range(4)], prompts=even, **arguments)
+    assert plan.microbatches == ((((0, 1),), ((2, 3),)),)
+
+
 def sequences_of(minibatch) -> list[int]:
     """Over all ranks, ascending."""
     return sorted(s for rank in minibatch for microbatch in rank for s in microbatch)
