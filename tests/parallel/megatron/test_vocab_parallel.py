@@ -165,6 +165,17 @@ def test_the_entropy_alone_has_its_gradient():
     assert_close(found, reference({**case, "g": torch.zeros(7)}), case)
 
 
+def test_a_frozen_output_layer_gets_no_gradient_and_its_inputs_get_the_same():
+    case = make_case(num_tokens=7, hidden=5, vocab=11, padding=2, temperature=0.7)
+    hidden, options = (
+        case["hidden"].clone().requires_grad_(),
+        {name: case[name] for name in ("vocab_size", "temperature", "chunk_tokens")},
+    )
+    logprobs, entropy = linear_logprobs(hidden, case["weight"], case["targets"], **options)
+    ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
+    assert case["weight"].grad is None and torch.equal(hidden.grad, fused(case)["hidden"])
+
+
 def test_a_set_of_all_ids_is_the_full_vocabulary_bitwise():
     case = make_case(num_tokens=9, hidden=6, vocab=19, padding=2, temperature=0.7)
     everything = torch.arange(19, dtype=torch.int32).repeat(9)
