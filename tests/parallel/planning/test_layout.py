@@ -148,6 +148,8 @@ ALONE = {
 @example(layers=3, pp=2, vpp=1, **ALONE)
 @example(layers=4, pp=3, vpp=1, **ALONE)
 @example(layers=3, pp=1, vpp=2, **ALONE)
+# three ranks share one key/value head, whose 32 rows they cannot split
+@example(layers=1, pp=1, vpp=1, **(ALONE | {"siblings": 3, "tp": 3}))
 @given(
     kv_heads=st.integers(1, 3), siblings=st.integers(1, 4), layers=st.integers(1, 8), intermediate=st.sampled_from([12, 18, 48]),
     experts=st.sampled_from([None, 2, 6]), tp=sizes, pp=sizes, vpp=sizes, cp=sizes, ep=sizes, dp=sizes, sp=st.booleans(),
