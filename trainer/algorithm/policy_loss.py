@@ -213,8 +213,6 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
             require_numbers(batch, "aggregation_T")
         return loss
     broken = broken_tokens(batch, current_T, logprobs=True).nonzero().flatten().cpu()
-    if not broken.numel():
-        return loss
     first, ids = current_T[broken[0]].item(), sequences_of(batch, broken)
     wrong = "above 0" if math.isfinite(first) else "not finite"
     logger.error("current_logprobs_T is %s, %s, on response tokens of sequences %s; check the learner's weights and dtype",

@@ -165,6 +165,17 @@ def test_the_entropy_alone_has_its_gradient():
     assert_close(found, reference({**case, "g": torch.zeros(7)}), case)
 
 
+def test_a_frozen_output_layer_gets_no_gradient_and_its_inputs_get_the_same():
+    case = make_case(num_tokens=7, hidden=5, vocab=11, padding=2, temperature=0.7)
+    hidden, options = (
+        case["hidden"].clone().requires_grad_(),
+        {name: case[name] for name in ("vocab_size", "temperature", "chunk_tokens")},
+    )
+    logprobs, entropy = linear_logprobs(hidden, case["weight"], case["targets"], **options)
+    ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
+    assert case["weight"].grad is None and torch.equal(hidden.grad, fused(case)["hidden"])
+
+
 def test_a_set_of_all_ids_is_the_full_vocabulary_bitwise():
     case = make_case(num_tokens=9, hidden=6, vocab=19, padding=2, temperature=0.7)
     everything = torch.arange(19, dtype=torch.int32).repeat(9)
@@ -220,6 +231,17 @@ def test_bfloat16_reduces_in_float32():
     assert_close(found, reference(case), case, tolerance=1e-2)
 
 
+def test_nothing_is_rounded_to_half_precision_behind_the_product():
+    case = make_case(num_tokens=20, hidden=16, vocab=50, chunk_tokens=8, scale=0.5, temperature=0.7)
+    case["hidden"], case["weight"] = case["hidden"].bfloat16(), case["weight"].bfloat16()
+    product = torch.cat([hidden @ case["weight"].t() for hidden in case["hidden"].split(8)])
+    logp = torch.log_softmax(product.double() / 0.7, -1)
+    found = fused(case)
+    wanted = logp.gather(1, case["targets"][:, None]).squeeze(1)
+    torch.testing.assert_close(found["logprobs"].double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["entropy"].double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+
+
 def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in_float32():
     case = make_case(num_tokens=20, hidden=16, vocab=50, padding=3, chunk_tokens=8, temperature=0.7)
     case["hidden"], case["weight"] = case["hidden"].bfloat16(), case["weight"].bfloat16()
@@ -240,6 +262,9 @@ def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in
         (dict(chunk_tokens=0), "chunk_tokens=0"),
         (dict(vocab_size=99), "vocab_size=99"),
         (dict(targets=torch.zeros(3, dtype=torch.int64)), "targets"),
+        (dict(weight=torch.zeros(5, 4)), r"hidden \(4, 3\) and weight \(5, 4\) must be .* of the same H"),
+        (dict(weight=torch.zeros(1, 3, 3)), r"weight \(1, 3, 3\) must be"),
+        (dict(hidden=torch.zeros(1, 3, 3)), r"hidden \(1, 3, 3\) and"),
         (
             dict(
                 kept=KeptSets(

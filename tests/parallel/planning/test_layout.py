@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -13,10 +14,13 @@ from parallel.planning.architecture import read_architecture
 from parallel.planning.layout import (
     check_aligned_servers,
     check_numerics,
+    layout_problems,
     layout_yaml,
+    rollout_sizes,
     validate_layout,
     validate_rollout_layout,
 )
+from parallel.planning.model_parts import Recurrent
 from tests.parallel.planning.test_architecture import CONFIG
 from tests.support.megatron_workers import (
     make_hf_model,
@@ -144,6 +148,8 @@ ALONE = {
 @example(layers=3, pp=2, vpp=1, **ALONE)
 @example(layers=4, pp=3, vpp=1, **ALONE)
 @example(layers=3, pp=1, vpp=2, **ALONE)
+# three ranks share one key/value head, whose 32 rows they cannot split
+@example(layers=1, pp=1, vpp=1, **(ALONE | {"siblings": 3, "tp": 3}))
 @given(
     kv_heads=st.integers(1, 3), siblings=st.integers(1, 4), layers=st.integers(1, 8), intermediate=st.sampled_from([12, 18, 48]),
     experts=st.sampled_from([None, 2, 6]), tp=sizes, pp=sizes, vpp=sizes, cp=sizes, ep=sizes, dp=sizes, sp=st.booleans(),
@@ -199,6 +205,42 @@ def test_refused_is_what_cannot_be_split_and_what_is_named_works(
         re.findall(r"(\w+)=(\w+)", misfits[0].rpartition("; ")[2]) if len(misfits) == 1 else ()
     ):
         validate_layout(config, LayoutConfig(**(layout.model_dump() | {name: yaml.safe_load(value)})))
+
+
+DENSE, SPARSE = read_architecture(CONFIG), read_architecture(MOE | {"moe_intermediate_size": 8})
+NETS = Recurrent(is_recurrent=(True, False), key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=4)
+FIRST_DENSE = replace(SPARSE.experts, is_sparse=(False,) + (True,) * 5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fitting", "named"),
+    [
+        (DENSE, [1, 2, 4], ""),
+        (replace(DENSE, recurrent=NETS), [1, 2], "linear_num_key_heads=2"),
+        (replace(DENSE, intermediate_size=50), [1, 2], "intermediate_size=50"),
+        (replace(SPARSE, intermediate_size=50), [1, 2, 4], ""),
+        (replace(SPARSE, intermediate_size=50, experts=FIRST_DENSE), [1, 2], "intermediate_size=50"),
+        (replace(SPARSE, experts=replace(SPARSE.experts, shared_size=12)), [1, 2, 4], ""),
+        (
+            replace(SPARSE, experts=replace(SPARSE.experts, shared_size=10)),
+            [1, 2],
+            "intermediate size of the shared expert, 10",
+        ),
+    ],
+)
+def test_parts_that_only_some_models_have_are_split_in_learner_and_servers(architecture, fitting, named):
+    problems = {tp: layout_problems(architecture, LayoutConfig(tp=tp, sp=tp > 1)) for tp in (1, 2, 4)}
+    assert [tp for tp, found in problems.items() if not found] == fitting == rollout_sizes(architecture)
+    if named:
+        assert problems[4] == [f"layout.tp=4 does not divide the model's {named}; use tp=2"]
+
+
+def test_sequences_of_recurrent_layers_are_not_split_either_in_what_is_named():
+    nets = replace(DENSE, recurrent=NETS)
+    (problem,) = layout_problems(nets, LayoutConfig(cp=2))
+    assert problem.startswith("layout.cp=2 splits sequences") and problem.endswith("; use cp=1")
+    *_, last = layout_problems(nets, LayoutConfig(tp=3, cp=2))
+    assert re.search(r"nearest layouts that work: \{tp: 2\} or ", last) and "cp:" not in last
 
 
 def test_a_layout_as_yaml():

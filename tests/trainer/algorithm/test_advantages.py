@@ -281,6 +281,8 @@ def test_whiten_by_hand():
         torch.tensor([True, False, True, True]),
     )
     assert whiten(x_T, mask_T, alone).tolist() == pytest.approx([-1.0, 0.0, 0.0, 1.0], rel=1e-8)
+    two_T = torch.tensor([True, False, True, False])  # mean 2, variance 2
+    assert whiten(x_T, two_T, alone).tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5, 0.0], rel=1e-8)
     assert whiten(x_T, torch.tensor([False, False, True, False]), alone).tolist() == [0.0] * 4
     assert whiten(x_T, torch.zeros(4, dtype=torch.bool), alone).tolist() == [0.0] * 4
 
@@ -518,6 +520,8 @@ def test_errors_and_the_empty_batch():
         compute_advantages(
             batch, torch.zeros(2), zeros, GrpoAdvantage(), penalty_T=torch.tensor([torch.nan, 0.0, 0.0, 0.0])
         )
+    with pytest.raises(ValueError, match=r"penalty_T has shape \(1,\), the batch 4 tokens"):
+        compute_advantages(batch, torch.zeros(2), zeros, GrpoAdvantage(), penalty_T=torch.zeros(1))
     for config in ESTIMATORS:
         empty = batch_of([], [], torch.zeros(0))
         found = compute_advantages(empty, torch.zeros(0), torch.zeros(0, dtype=torch.int64), config)

@@ -530,7 +530,9 @@ def test_log_ratios_are_bounded_after_their_sum_not_before():
 def test_sums_over_a_response_of_float32_keep_their_digits():
     log_ratio_N = 0.018 * torch.rand(1999, generator=torch.Generator().manual_seed(0))
     valid = valid_tokens(torch.ones(1999, dtype=torch.bool), torch.tensor([0, 1999]))
-    found = level_ratio(log_ratio_N, valid, "sequence")[0].item()
+    ratio_N = level_ratio(log_ratio_N, valid, "sequence")
+    assert ratio_N.dtype == torch.float32, "a loss of float32 stays one"
+    found = ratio_N[0].item()
     assert found == pytest.approx(math.exp(math.fsum(log_ratio_N.tolist())), rel=2e-7)
     old_T, config = log_ratio_N - 9.0, config_of(reject=[{"rule": "k2", "reduce": "sum", "upper": 1.0}])
     batch = batch_of(torch.full((1999,), -9.0), old_T, valid.mask_T, [1999])

@@ -262,6 +262,14 @@ def test_by_hand():
     assert sum("_share/" in name for name in found) == 12
 
 
+def test_a_greatest_difference_of_exactly_one_half_is_not_over_it():
+    """Probabilities 1 and 1/2, and in a second response 1 and 1/4."""
+    rollout_N, train_N = torch.zeros(2, dtype=torch.float64), torch.tensor([0.5, 0.25], dtype=torch.float64)
+    found = values(mismatch_metrics(train_N.log(), rollout_N, torch.tensor([0, 1, 2])))
+    assert found["mismatch/abs_prob_max"] == 0.75 and found["mismatch/response_abs_prob_over"] == 0.5
+    assert found["mismatch/response_abs_prob_max_share/le_0.5"] == 0.5
+
+
 def test_equal_policies_show_no_gap():
     batch = random_batch([8, 3], seed=0)
     found = values(of(batch.with_fields(rollout_logprobs_T=batch.old_logprobs_T)))

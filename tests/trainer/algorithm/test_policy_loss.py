@@ -188,6 +188,10 @@ def test_all_three_terms_by_hand():
     without = {"loss/kl": 0.0, "loss/total": policy + entropy}
     assert values(metrics) == pytest.approx(expected | without, rel=1e-5, abs=1e-7)
     assert loss.item() == values(metrics)["loss/total"]
+    terms |= {"kl": KLConfig(coefficient=0.1, place="reward"), "entropy": NO_ENTROPY}
+    _, metrics, _ = policy_loss(batch, current_T, entropy_T, **terms)
+    without |= {"loss/entropy": 0.0, "loss/total": policy}
+    assert values(metrics) == pytest.approx(expected | without, rel=1e-5, abs=1e-7)
 
 
 def terms_of(name="clipped"):

@@ -21,6 +21,7 @@ from trainer.batch.plan import (
     Routing,
     _fill_bins,
     pack_prompted,
+    pack_responses,
     pack_trajectories,
     packed_length,
     plan_batches,
@@ -103,6 +104,19 @@ def test_samples_of_one_prompt_are_split_where_a_rank_would_be_idle_or_overfull(
     assert (one, two) == (((0, 1, 2, 3),), ((4, 5, 6, 7),))
     ((one, two),) = plan_batches([15] * 8, token_budget=23, **arguments).microbatches
     assert sorted((*one, *two)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+def test_samples_of_a_prompt_are_split_where_ranks_would_be_uneven_and_not_for_a_hundredth():
+    """By hand, two ranks. Three prompts of 2 places with two samples of 10 more each: a pair counts 22, and 1 for its copies.
+    Two pairs make 46 beside 23; samples by themselves, of 12 each, make 36 on both ranks. Then two prompts of 1 place: pairs of
+    102 and 100, which samples by themselves would make 101 each."""
+    arguments = {"dp_size": 2, "token_budget": 110}
+    uneven = Prompts(ids_S=[0, 0, 1, 1, 2, 2], lengths_S=[2] * 6)
+    plan = plan_batches([12] * 6, minibatches=[range(6)], prompts=uneven, **arguments)
+    assert plan.microbatches == ((((0, 2, 4),), ((1, 3, 5),)),)
+    even = Prompts(ids_S=[0, 0, 1, 1], lengths_S=[1] * 4)
+    plan = plan_batches([51, 51, 50, 50], minibatches=[range(4)], prompts=even, **arguments)
+    assert plan.microbatches == ((((0, 1),), ((2, 3),)),)
 
 
 def sequences_of(minibatch) -> list[int]:
@@ -340,6 +354,8 @@ def test_pack_trajectories():
 def test_behind_a_prompt_all_tokens_are_the_responses():
     packed = pack_prompted([[5, 6, 7, 8], [9, 4]], [2, 1], [3, 1])
     assert packed.response_mask_T.tolist() == [False, True, True, True]
+    of_turns = pack_responses([[5, 6, 7, 8, 9]], [[range(1, 2), range(3, 4)]], [0])
+    assert of_turns.response_mask_T.tolist() == [True, False, True, False]
 
 
 def test_a_shared_prompt_is_what_lies_before_the_first_response_token():
@@ -420,12 +436,20 @@ def test_the_longest_sequences_are_placed_first():
 
 
 def test_an_empty_micro_batch_gets_the_shortest_of_the_fullest():
-    """The first fit has 5 + 4, 3 + 3 and nothing; then 6 + 3, 5 + 5 and nothing."""
+    """The first fit has 5 + 4, 3 + 3 and nothing; then 6 + 3, 5 + 5 and nothing. At last 9 alone is the fullest."""
     assert _fill_bins(range(4), [5, 4, 3, 3], 3, 9, first_fit=True) == [(0,), (2, 3), (1,)]
     assert _fill_bins(range(4), [6, 5, 5, 3], 3, 10, first_fit=True) == [(0, 3), (1,), (2,)]
+    assert _fill_bins(range(3), [9, 3, 3], 3, 9, first_fit=True) == [(0,), (1,), (2,)]
 
 
 def test_a_shared_prompt_counts_once_and_an_eighth_for_each_of_several():
     prompts = Prompts(ids_S=[0, 0, 0], lengths_S=[3, 3, 3])
     assert prompts.load((0, 1, 2), [5, 6, 7]) == 3 + (2 + 3 + 4) + 2
+    assert prompts.load((0, 1), [5, 6, 7]) == 3 + (2 + 3) + 1
     assert prompts.load((1,), [5, 6, 7]) == 6
+
+
+def test_a_micro_batch_of_several_prompts_is_in_ascending_order():
+    prompts = Prompts(ids_S=[0, 1, 0, 1], lengths_S=[1] * 4)
+    plan = plan_batches([3] * 4, minibatches=[range(4)], dp_size=1, token_budget=99, prompts=prompts)
+    assert plan.microbatches == ((((0, 1, 2, 3),),),)

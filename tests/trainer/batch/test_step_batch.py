@@ -1018,6 +1018,22 @@ def test_the_farthest_token_is_found_on_any_rank_with_its_place_and_both_values(
             assert found.endswith(f"{wanted.rollout_logprobs[place]:.9g} by the server")
 
 
+def test_the_farthest_token_is_of_the_newest_version_and_any_nan_is_farther():
+    """Sequences of three and two tokens. The second token, which an older version sampled, is farthest of all."""
+    packed = random_batch([3, 2], seed=1, mask_T=torch.ones(5, dtype=torch.bool))
+    lag_T = torch.tensor([0, 1, 0, 0, 0], dtype=torch.int16)
+    batch = StepBatch(
+        packed=replace(packed, sequence_ids_S=torch.arange(2), lag_T=lag_T), rows=[[[0, 1]]],
+        rewards_S=torch.zeros(2), group_ids_S=torch.tensor([7, 7]), group_sizes=(2,),
+    )  # fmt: skip
+    learner_T = packed.rollout_logprobs_T - torch.tensor([0.1, 2.0, 0.5, 0.0, 0.1])
+    found = farthest_token(batch, learner_T, None, "logprob_gap_max")
+    assert found.startswith("group 7, sibling 0, response token 2 (from 0)")
+    learner_T[4] = torch.nan
+    found = farthest_token(batch, learner_T, None, "logprob_gap_max")
+    assert found.startswith("group 7, sibling 1, response token 1 (from 0): log-prob nan by the learner")
+
+
 def own_policy(trajectory: Trajectory) -> Trajectory:
     """As ``OLD`` would have sampled it, with any numbers on the prompt."""
     logprobs = OLD.double().log_softmax(-1).numpy()

@@ -86,3 +86,5 @@ def test_a_sample_whose_siblings_are_all_unscored_has_nothing_to_be_compared_wit
     groups[0] = unscored(groups[0], {1})
     assert {key[0] for key in loss_terms(groups, ADVANTAGES["grpo"])} == {1}
     assert {key[0] for key in loss_terms(groups, ADVANTAGES["reinforce_pp"])} == {0, 1}
+    of_one = make_groups([[6], [7, 8]], [[1.0], [1.0, 0.0]], seed=0)
+    assert {key[0] for key in loss_terms(of_one, ADVANTAGES["grpo"])} == {0, 1}, "it keeps its raw reward"
