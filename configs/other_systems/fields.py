@@ -147,7 +147,8 @@ OTHER_FIELDS = _by_name({
         "gen_batch_size max_num_gen_batches over_sampling_batch_size use_dynamic_sampling dynamic_sampling_max_gen_batches",
     "`rollout.max_staleness`, by how many versions a token may be older than the weights that it trains":
         "partial_rollout partial_rollout_enable staleness_threshold update_weights_interval async_enable "
-        "max_off_policy_threshold max_off_policy_steps max_head_offpolicyness async_generation_ratio async_grpo",
+        "max_off_policy_threshold max_off_policy_steps max_head_offpolicyness max_trajectory_age_steps "
+        "async_generation_ratio async_queue_size async_grpo",
     "`launch.placement`, auto, separate or colocated": "colocate vllm_mode colocate_all_models colocate_all hybrid_engine",
     "`launch.nodes.learner` and `launch.nodes.rollout`": "nnodes actor_num_nodes num_nodes",
     "`launch.nodes.gpus_per_node`": "n_gpus_per_node actor_num_gpus_per_node num_gpus_per_node",

@@ -307,10 +307,10 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
         print(
             f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
         )
-        if (best := summary.get("accuracy_best_step")) not in (None, step):
-            print(
-                f"best:        {summary['accuracy_best']:.1%} after step {best}; {_checkpoint_of_best(folder, best)}"
-            )
+        if (summary.get("accuracy_best") or 0.0) > summary["accuracy_after"]:
+            best = summary["accuracy_best_step"]
+            where = _checkpoint_of_best(folder, config, best)
+            print(f"best:        {summary['accuracy_best']:.1%} after step {best}; {where}")
     uri = without_credentials(tracking_uri(config, folder.path))
     page, model = folder.report, folder.hf
     tandem = partial(_typed_here, "tandem")
@@ -329,11 +329,13 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
     sys.stdout.flush()
 
 
-def _checkpoint_of_best(folder: RunFolder, step: int) -> str:
+def _checkpoint_of_best(folder: RunFolder, config: RunConfig, step: int) -> str:
     """Where the weights of the step with the best held-out accuracy are."""
     checkpoint = step_folder(folder.checkpoints, step)
     if missing(checkpoint) is not None:
-        return "no checkpoint of it was kept (checkpoint.keep_best=eval/accuracy keeps it)"
+        is_asked_for = config.checkpoint.keep_best == "eval/accuracy"
+        hint = "" if is_asked_for else " (checkpoint.keep_best=eval/accuracy keeps it)"
+        return f"no checkpoint of it was kept{hint}"
     try:
         is_named = best_step(folder.checkpoints) == step
     except ValueError:

@@ -315,8 +315,8 @@ def change_config(folder: RunFolder, config_yaml: str) -> None:
     """Replace the config of a resumed run, and record the command. Raises ConfigError where it cannot be written; the old
     config then stays."""
     with _writing_in("resume", folder.path):
-        write_whole(folder.config, config_yaml.encode(), flush=True)
         record_command(folder.commands)
+        write_whole(folder.config, config_yaml.encode(), flush=True)
 
 
 def new_path(runs_dir: Path, name: str) -> Path:

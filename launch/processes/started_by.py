@@ -15,21 +15,31 @@ from parallel.checkpoints.files import text_of
 from trainer.file_system import parse_json
 
 HIDDEN = "…"
-_NOT_HIDDEN = re.compile(r"[-+\d._e]*|true|false|null|~|.*_variables?", re.IGNORECASE)
+_NOT_HIDDEN = re.compile(r"[-+\d._e,\s\[\]]*|true|false|null|~|.*_variables?", re.IGNORECASE)
 _NAMED = re.compile(
-    r"""(?P<name>[\w.-]+)(?P<sign>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,{}\[\]"']+)"""
+    r"""
+    (?<! [\w.-] ) (?P<name> [\w.-]+ )
+    (?P<sign> ["']? \s* [:=] \s* )
+    (?P<value>
+        " (?: \\. | [^"\\] )* "
+      | ' (?: '' | [^'] )* '
+      | \[ [^][]* \]
+      | [^\s,{}[\]"']+ (?: [ ]+ [^\s,{}[\]"':=]+ (?= [\s,{}[\]] | $ ) )*
+    )
+    """,
+    re.VERBOSE,
 )
-"""A name and its value inside an override: ``{api_key: "…"}``."""
+"""A name and its value inside an override: a text in quotes, a list or words, as in ``{api_key: "…"}``."""
 
 
 def record_command(file: Path) -> None:
-    """Add this process's command to the file. Raises OSError."""
+    """Add this process's command to the file. Bytes of names that are no UTF-8 stay as escapes. Raises OSError."""
     line = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "folder": os.getcwd(),
         "command": command_text(sys.argv, os.environ),
     }
-    with file.open("a", encoding="utf-8") as commands:
+    with file.open("a", encoding="utf-8", errors="backslashreplace") as commands:
         commands.write(f"{json.dumps(line, ensure_ascii=False)}\n")
 
 
@@ -65,7 +75,7 @@ def _is_secret(key: str, value: str) -> bool:
 def read_commands(file: Path) -> list[dict[str, Any]]:
     """The recorded commands, the first one first. A line that cannot be read is left out. Raises OSError."""
     commands = []
-    for line in text_of(file).splitlines():
+    for line in text_of(file).split("\n"):  # a command may hold other characters that end a line
         try:
             found = parse_json(line)
         except (ValueError, RecursionError):

@@ -81,15 +81,10 @@ def encode_within(tokenizer: "Tokenizer", text: str, most_tokens: int | None) ->
     Raises:
         EpisodeEnded: the beginning has more than twice ``most_tokens`` tokens (None: no limit). A beginning may have a few
             tokens more than the whole text, never twice as many.
-        ValueError: the beginning has half of a surrogate pair.
+        ValueError: the text has half of a surrogate pair.
     """
     read = len(text) if most_tokens is None else max(LONG_TEXT, CHARACTERS_PER_TOKEN * most_tokens)
-    try:
-        ids = list(tokenizer.encode(text[:read], add_special_tokens=False))
-    except TypeError as error:  # of its Rust part, whose message does not name the cause
-        raise ValueError(
-            "they contain half of a surrogate pair, which UTF-8 does not have; replace it"
-        ) from error
+    ids = _encode(tokenizer, text[:read])
     if len(text) <= read:
         return ids
     if most_tokens is not None and len(ids) > 2 * most_tokens:
@@ -97,7 +92,15 @@ def encode_within(tokenizer: "Tokenizer", text: str, most_tokens: int | None) ->
             Status.TOKEN_LIMIT,
             f"an observation of {len(text)} characters has more tokens than environment.max_tokens={most_tokens}",
         )
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
+    """Raises ValueError: the text has half of a surrogate pair."""
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except TypeError as error:  # from the tokenizer's Rust part, in words of its own
+        raise ValueError("half of a surrogate pair is in them; replace it, for UTF-8 has none") from error
 
 
 class ChatRenderer:

@@ -1375,6 +1375,8 @@ def test_blocks_in_the_answers_to_other_systems_are_accepted(folder):
         ("policy.generation.temperature", "`rollout.temperature`"),
         ("orchestrator.group_size", "`rollout.group_size`"),
         ("kl_ctl", "`kl.place` reward"),
+        ("max_trajectory_age_steps", "`rollout.max_staleness`"),
+        ("train.async_queue_size", "`rollout.max_staleness`"),
         ("critic.model_name_or_path", "`critic.model.path`"),
         ("actor.adam.lr", "`learner.optimizer.lr`"),
         ("critic.adam.lr", "`critic.optimizer.lr`"),

@@ -507,9 +507,9 @@ def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
 
 @pytest.mark.parametrize(("last", "said"), [(3, "after 3 steps"), (2, "after 2 of 3 steps")])
 def test_the_result_tells_the_step_of_the_last_evaluation(tmp_path, capsys, last, said):
-    """eval.every need not divide the number of steps."""
+    """eval.every need not divide the number of steps. An equal evaluation before the last is not a better one."""
     folder, lines = RunFolder(tmp_path), [{"step": step} for step in range(4)]
-    lines[0]["eval/accuracy"], lines[last]["eval/accuracy"] = 0.25, 0.5
+    lines[0]["eval/accuracy"], lines[1]["eval/accuracy"], lines[last]["eval/accuracy"] = 0.25, 0.5, 0.5
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_summary(folder, seconds={})
     config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
@@ -520,15 +520,18 @@ def test_the_result_tells_the_step_of_the_last_evaluation(tmp_path, capsys, last
 
 
 @pytest.mark.parametrize(
-    ("kept", "named", "said"),
+    ("keep_best", "kept", "named", "said"),
     [
-        (False, None, "no checkpoint of it was kept (checkpoint.keep_best=eval/accuracy keeps it)"),
-        (True, None, "its checkpoint is {0}/checkpoints/step_000002"),
-        (True, 1, "its checkpoint is {0}/checkpoints/step_000002"),
-        (True, 2, " export {0} OUT --best writes its model"),
+        (None, False, None, "no checkpoint of it was kept (checkpoint.keep_best=eval/accuracy keeps it)"),
+        ("eval/accuracy", False, None, "; no checkpoint of it was kept"),
+        (None, True, None, "its checkpoint is {0}/checkpoints/step_000002"),
+        ("eval/reward_mean", True, 1, "its checkpoint is {0}/checkpoints/step_000002"),
+        ("eval/accuracy", True, 2, " export {0} OUT --best writes its model"),
     ],
 )
-def test_the_result_tells_the_best_evaluation_and_where_its_weights_are(tmp_path, capsys, kept, named, said):
+def test_the_result_tells_the_best_evaluation_and_where_its_weights_are(
+    tmp_path, capsys, keep_best, kept, named, said
+):
     folder = RunFolder(tmp_path)
     accuracies = {0: 0.75, 1: 0.5, 2: 0.625, 3: 0.7, 4: 0.25}
     lines = [{"step": step, "eval/accuracy": value} for step, value in accuracies.items()]
@@ -541,7 +544,15 @@ def test_the_result_tells_the_best_evaluation_and_where_its_weights_are(tmp_path
         write_manifest(folder.checkpoints / "step_000002", world_size=1)
     if named is not None:
         (folder.checkpoints / "best.json").write_text(json.dumps({"step": named}))
-    config = RunConfig.model_validate({"steps": 4, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    config = RunConfig.model_validate(
+        {
+            "steps": 4,
+            "model": {"path": "m"},
+            "task": {"type": "countdown"},
+            "checkpoint": {"keep_best": keep_best},
+            "evaluation": {"every": 1},
+        }
+    )
     training.print_result(folder, config)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("best:"))
     assert line.startswith("best:        62.5% after step 2; ") and line.endswith(said.format(tmp_path))

@@ -759,6 +759,7 @@ def test_check_reward_finds_what_is_wrong(user_module):
         f"{stem}.py:score": f"'{stem}.py' is not the name of a module; write '{stem}'$",
         f"./{stem}.py:score": f"; write '{stem}'$",
         f"inner/{stem}:score": f"; write 'inner.{stem}'$",
+        "v1.2/mine.py:score": f"; write 'mine', and set PYTHONPATH={user_module.parent}/v1.2$",
         "/else/where/mine.py:score": "; write 'mine', and set PYTHONPATH=/else/where$",
         f"{stem}:of_verl": "has verl's parameters.*`def score.*row.: return of_verl.row..data_source.., response, reference",
         f"{stem}:of_verl_by_name": "has verl's parameters.*: return of_verl_by_name.solution_str=response, ground_truth=reference.`",

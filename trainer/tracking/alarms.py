@@ -203,6 +203,11 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
     return alarms
 
 
+def judged(metrics: Mapping[str, float]) -> set[str]:
+    """The names of the alarms that these metrics can raise or end. Those of an evaluation are not in every step."""
+    return {rule.name for rule in _RULES if any(_recorded(metric, metrics) for metric in rule.metrics)}
+
+
 def _recorded(metric: str, metrics: Mapping[str, float]) -> list[str]:
     if "*" in metric:
         return [name for name in metrics if fnmatchcase(name, metric)]

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.metric_names import known
 
 ACCURACY, ERROR, COUNT = known("eval/accuracy"), known("eval/accuracy_error"), known("eval/count")
-FALL = known("eval/accuracy_fall")
+FAILED, FALL = known("eval/failed_fraction"), known("eval/accuracy_fall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class _Measured:
 class BestAccuracy:
     """The best held-out accuracy of a run so far."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-        """rows: the metrics of the steps before a resume."""
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, max_failed: float | None = None):
+        """rows: the metrics of the steps before a resume. max_failed: an evaluation with a larger share of failed rewards, which
+        count as wrong answers, is not compared; None: each is."""
         self._best: _Measured | None = None
+        self._max_failed = max_failed
         for row in rows:
             self.fall_to(row)
 
@@ -43,7 +45,8 @@ class BestAccuracy:
         a: accuracy. e: its standard error, at least 1 / number of answers. z < 0: this one is the best so far.
         """
         measured, best = _Measured.of(metrics), self._best
-        if measured is None:
+        is_sound = self._max_failed is None or (metrics.get(FAILED) or 0.0) <= self._max_failed
+        if measured is None or not is_sound:
             return {}
         if best is None or measured.accuracy > best.accuracy:
             self._best = measured

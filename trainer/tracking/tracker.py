@@ -22,7 +22,7 @@ from rollout.terminal_text import tandem_command
 from trainer.file_system import LineFile
 from trainer.metric_names import find_entry
 from trainer.ranks.interruption import StopRequested
-from trainer.tracking.alarms import check_alarms
+from trainer.tracking.alarms import check_alarms, judged
 from trainer.tracking.console import Console
 from trainer.tracking.held_out import BestAccuracy
 from trainer.tracking.metrics_file import keep_until
@@ -60,7 +60,7 @@ class Tracker:
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
         self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         """Seconds of the attempts before a resume, up to the step that it continues from."""
-        self._best_accuracy = BestAccuracy(kept)
+        self._best_accuracy = BestAccuracy(kept, max_failed=config.alarms.reward_failed_max)
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
         self._evaluation, self._evaluation_s = config.evaluation, 0.0
@@ -122,7 +122,7 @@ class Tracker:
         if problem:
             fix = "free space: the run continues, and writes these lines later"
             self.warn_once(
-                "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}): {fix}"
+                "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}); {fix}"
             )
         self._last_line = whole
         self._mlflow.put(_row_of(line))
@@ -131,7 +131,8 @@ class Tracker:
         for alarm in alarms:
             if alarm.name not in self._alarming:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
-        self._alarming = {alarm.name for alarm in alarms}
+        # An alarm of evaluations goes on over the steps without one.
+        self._alarming = (self._alarming - judged(metrics)) | {alarm.name for alarm in alarms}
         self.last_step = step
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.problem())

@@ -44,7 +44,7 @@ def imported(name, others, missing):
 def _fix_of_file(file):
     """What to write instead of the name of a module's file."""
     path = os.path.relpath(file)[: -len(".py")]
-    if not path.startswith(os.pardir):
+    if "." not in path:  # neither above the current folder nor in one with a dot in its name
         return f"write {path.replace(os.sep, '.')!r}"
     folder, module = os.path.split(os.path.abspath(path))
     return f"write {module!r}, and set PYTHONPATH={folder}"

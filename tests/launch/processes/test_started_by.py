@@ -5,10 +5,11 @@ import shlex
 
 import pytest
 
+from configs.errors import ConfigError
 from launch.commands.status import status
 from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
-from launch.processes.started_by import command_text, read_commands
+from launch.processes.started_by import command_text, read_commands, record_command
 
 ENVIRONMENT = {"HF_TOKEN": "hf_0123456789", "HOME": "/home/somebody", "SHORT_KEY": "1"}
 
@@ -26,6 +27,13 @@ ENVIRONMENT = {"HF_TOKEN": "hf_0123456789", "HOME": "/home/somebody", "SHORT_KEY
         ("reward.arguments.password=two words", "reward.arguments.password=…"),
         ("reward={arguments: {api_key: sk-12, k: 3}}", "reward={arguments: {api_key: …, k: 3}}"),
         ('reward={arguments: {"api_key": "sk 12", k: 3}}', 'reward={arguments: {"api_key": …, k: 3}}'),
+        ("reward={arguments: {password: two words, k: 3}}", "reward={arguments: {password: …, k: 3}}"),
+        ("reward={arguments: {api_keys: [sk-1, sk-2], k: 3}}", "reward={arguments: {api_keys: …, k: 3}}"),
+        ('reward={arguments: {api_key: "a\\"b", k: 3}}', "reward={arguments: {api_key: …, k: 3}}"),
+        ("reward={arguments: {api_key: 'a''b', k: 3}}", "reward={arguments: {api_key: …, k: 3}}"),
+        ("reward.arguments.say=hello there api_key=sk-12", "reward.arguments.say=hello there api_key=…"),
+        ("reward={arguments: {names: [a, b], k: 3}}", "reward={arguments: {names: [a, b], k: 3}}"),
+        ("rollout.stop_token_ids=[1, 2]", "rollout.stop_token_ids=[1, 2]"),
         ("tracking.uri=postgresql://me:word@host/db", "tracking.uri=postgresql://…@host/db"),
         ("reward.arguments.header=Bearer hf_0123456789", "reward.arguments.header=Bearer …"),
         ("--dry-run", "--dry-run"),
@@ -55,6 +63,27 @@ def test_every_start_of_a_run_is_recorded_and_shown(tmp_path, monkeypatch):
     assert shown["started by"].startswith("tandem train ")
     assert shown["resumed by"].startswith("tandem resume runs/latest steps=16 (20")
     assert shown["resumed by"].endswith("), and 1 time before")
+
+
+def test_a_command_that_is_no_utf8_or_has_ends_of_lines_is_recorded(tmp_path, monkeypatch):
+    name = "a\udcff\u2028\x85\nb"
+    monkeypatch.setattr("sys.argv", ["tandem", "train", name])
+    file = tmp_path / "commands.jsonl"
+    for _ in range(2):
+        record_command(file)
+    assert [shlex.split(each["command"])[2:] for each in read_commands(file)] == [[name]] * 2
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("name: tiny\nsteps: 4\n")
+    dict(status(folder).lines)["started by"].encode()
+
+
+def test_a_resume_whose_command_cannot_be_recorded_keeps_the_config(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("name: tiny\nsteps: 4\n")
+    folder.commands.mkdir()
+    with pytest.raises(ConfigError, match="the run folder cannot be written"):
+        run_folder.change_config(folder, "name: tiny\nsteps: 8\n")
+    assert folder.config.read_text() == "name: tiny\nsteps: 4\n"
 
 
 def test_a_damaged_record_of_commands_is_a_line_less(tmp_path):

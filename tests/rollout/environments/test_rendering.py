@@ -65,6 +65,9 @@ def test_a_text_is_refused_unread_only_where_it_has_more_tokens_than_a_sequence(
 def test_half_of_a_surrogate_pair_is_refused_in_plain_words():
     with pytest.raises(ValueError, match=r"they contain half of a surrogate pair, .*; replace it"):
         RENDERERS["qwen2_5"].following([tool("half \ud83d")], sampled_end=True)
+    blanks = " " * 2**17  # few tokens, so the whole is read after the beginning
+    with pytest.raises(ValueError, match="half of a surrogate pair is in them; replace it"):
+        encode_within(chat_tokenizer("qwen2_5"), f"{blanks}\ud83d", 40_000)
 
 
 def test_few_tokens_of_a_long_text_are_read():

@@ -875,6 +875,35 @@ def test_a_fall_of_the_accuracy_below_the_best_is_an_alarm_also_after_a_resume(t
     assert told == ["  ! step 6: eval/accuracy_fall is 7.071", "  ! step 6: eval/accuracy_fall is 8"]
 
 
+def test_an_alarm_of_evaluations_goes_on_over_the_steps_without_one(tmp_path, capsys):
+    accuracies = {0: 0.5, 1: None, 2: 0.1, 3: None, 4: 0.1, 5: None, 6: 0.5, 7: None, 8: 0.1}
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, accuracy in accuracies.items():
+            metrics = {"reward/mean": 0.5, "reward/failed_fraction": 0.0}
+            if accuracy is not None:
+                metrics |= {"eval/accuracy": accuracy, "eval/count": 400, "eval/accuracy_error": 0.03}
+            tracker.log(step, metrics)
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "accuracy_fall is" in line]
+    assert told == ["  ! step 2", "  ! step 8"]
+
+
+def test_an_evaluation_whose_rewards_failed_is_no_fall_and_no_best(tmp_path, capsys):
+    """Failed rewards count as wrong answers; their own alarm says so."""
+    of_step = {0: (0.5, 0.0), 1: (0.1, 0.4), 2: (0.9, 0.06), 3: (0.45, 0.05), 4: (0.1, 0.0)}
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, (accuracy, failed) in of_step.items():
+            measured = {"eval/accuracy": accuracy, "eval/count": 400, "eval/accuracy_error": 0.03}
+            tracker.log(step, measured | {"eval/failed_fraction": failed})
+    out = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ! ")]
+    assert [line.split(" is ")[0] for line in out] == [
+        "  ! step 1: eval/failed_fraction",
+        "  ! step 4: eval/accuracy_fall",
+    ]
+    falls = [row.get("eval/accuracy_fall") for row in read_metrics(tmp_path / "metrics.jsonl")]
+    fall = 1 / (0.03 * 2**0.5)
+    assert falls == [None, None, None, pytest.approx(0.05 * fall), pytest.approx(0.4 * fall)]
+
+
 def test_an_accuracy_without_spread_is_not_exact():
     """Of 10 answers all right, then all wrong: the errors of 0 count as a tenth each."""
     of_ten = {"eval/count": 10, "eval/accuracy_error": 0.0}
