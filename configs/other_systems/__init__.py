@@ -1,1 +1,1 @@
-"""Names and blocks of verl, ROLL, TRL, slime and OpenRLHF, read as Tandem's."""
+"""Names of other systems' fields, and correction blocks of verl and ROLL, read as Tandem's."""

@@ -1,4 +1,4 @@
-"""Answers a name of another system by Tandem's field: one name, or a pasted block with every name in it."""
+"""Answers a name of another system with Tandem's field: one name, or a pasted block with every name in it."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Known:
     """A name that the tables have."""
 
     name: str
-    """As it was written: the last part, or the whole path if the tables need more than the last part."""
+    """As written: the last part of the path, or the whole path if the tables need more than the last part."""
     is_field: bool
     """Whether Tandem has a field for it."""
     text: str
@@ -23,8 +23,8 @@ class Known:
 def answer(path: Sequence[Hashable], value: Any, ours: Sequence[str] = ()) -> str | None:
     """The fix for an unknown key at a path; None if the tables know neither the key nor anything inside it.
 
-    ours: Tandem's keys at that place. A block whose name is close to one of them may be misspelt, so what it
-    holds decides nothing, unless its name is that of a block of verl.
+    ours: Tandem's keys at that place. A block whose name is close to one of them may be misspelt, so its keys
+    are not looked up, unless its name is in ``OTHER_BLOCKS``.
     """
     if known := _look_up(path, value):
         return f"here it is {known.text}" if known.is_field else _sentence([known.name], known)

@@ -14,17 +14,17 @@ _PARTS = "`learner.minibatches`, the number of optimizer steps that a step's bat
 
 
 _SAMPLING = ("gconfig", "generation", "actor_infer.generating_args")
-"""Blocks in which AReaL, NeMo-RL and ROLL have the parameters of sampling by Tandem's names."""
+"""Blocks of AReaL, NeMo-RL and ROLL in which the parameters of sampling have Tandem's names."""
 
 
 def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
-    """{name: answer} of {answer: its names, with blanks between}."""
+    """{name: answer} from {answer: its names, separated by blanks}."""
     return {name: answer for answer, names in answers.items() for name in names.split()}
 
 
 def _optimizer(field: str, *, before: tuple[str, ...]) -> dict[str, str]:
-    """The settings of an optimizer, whose block is ``field``. before: what stands before their names."""
-    warmup = f"`{field}.warmup_steps`, a number of optimizer steps and no share of them"
+    """Answers for the settings of Tandem's optimizer block ``field``. before: the prefixes of their names."""
+    warmup = f"`{field}.warmup_steps`, a number of optimizer steps, not a share of them"
     settings = {
         **dict.fromkeys(["lr_scheduler_type", "lr_scheduler", "lr_decay_style", "warmup_style"], f"`{field}.schedule`"),
         **dict.fromkeys(
@@ -33,9 +33,9 @@ def _optimizer(field: str, *, before: tuple[str, ...]) -> dict[str, str]:
         **dict.fromkeys(["max_grad_norm", "grad_clip", "max_norm", "gradient_clipping"], f"`{field}.clip_grad`"),
         **dict.fromkeys(["adam_beta1", "adam_beta2", "adam_betas", "beta1", "beta2"], f"`{field}.betas`"),
         "adam_eps": f"`{field}.eps`",
-        "min_lr_ratio": f"`{field}.min_lr`, a rate and no share of `{field}.lr`",
+        "min_lr_ratio": f"`{field}.min_lr`, a rate, not a share of `{field}.lr`",
     }  # fmt: skip
-    # Tandem has these names too: they say what they are of by what stands before them.
+    # Tandem has these names too, so only their prefix tells what they belong to.
     same = {
         name: f"`{field}.{name}`"
         for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "clip_grad", "warmup_steps")
@@ -60,13 +60,13 @@ OTHER_FIELDS = _by_name({
     "`rollout.prompts_per_step` of `rollout.group_size` responses each; there it counts responses: batch_size / group_size, such as "
     "512 / 16 = 32 prompts":
         "orchestrator.batch_size",
-    "a share of the batch, of which `learner.minibatches` is the number: rollout_batch_size times n_samples_per_prompt "
+    "a share of the batch; `learner.minibatches` is the number of shares: rollout_batch_size times n_samples_per_prompt "
     "/ global_batch_size, such as 32 times 8 / 64 = 4":
         "global_batch_size",
-    "a share of the batch, of which `learner.minibatches` is the number: the responses of a step / train_global_batch_size, such as "
+    "a share of the batch; `learner.minibatches` is the number of shares: the responses of a step / train_global_batch_size, such as "
     "32 times 16 / 512 = 1":
         "train_global_batch_size",
-    "a share of the batch, of which `learner.minibatches` is the number: rollout.batch_size times n_samples_per_prompt / "
+    "a share of the batch; `learner.minibatches` is the number of shares: rollout.batch_size times n_samples_per_prompt / "
     "train.batch_size, such as 128 times 8 / 1024 = 1":
         "train.batch_size",
     f"{_PARTS}: train_batch_size / ppo_mini_batch_size, such as 1024 / 256 = 4": "ppo_mini_batch_size",
@@ -134,7 +134,7 @@ OTHER_FIELDS = _by_name({
     "`advantage.type=reinforce_pp_baseline`, which whitens over the step; grpo does not": "adv_norm",
     "`advantage.lam`, beside `advantage.type=gae`": "lambd algorithm.lam",
     "`advantage.gamma`, beside `advantage.type`, gae or reinforce_pp": "algorithm.gamma algo.advantage.gamma",
-    "`advantage.type`, of which gae has a critic": "critic.enable",
+    "`advantage.type`; only gae has a critic": "critic.enable",
     "`advantage.type`": "adv_estimator advantage_estimator advantage.estimator",
     "`advantage.type` and `objective.type`": "algorithm",
     "`objective.type`": "loss_mode policy_loss_type use_cispo",
@@ -160,7 +160,7 @@ OTHER_FIELDS = _by_name({
     "`evaluation.greedy`, beside the sampled responses": "val_kwargs.do_sample val_greedy",
     "`evaluation.temperature`": "eval_temperature val_kwargs.temperature eval.temperature",
     "`correction=decoupled_token_is`, a weight per token, truncated at 2": "use_tis tis_clip tis_imp_ratio_cap",
-    "`correction={weight: {bound: clip, lower: 0.5, upper: 2}}`, where the weight has a lower bound too": "tis_clip_low",
+    "`correction={weight: {bound: clip, lower: 0.5, upper: 2}}`, if the weight has a lower bound too": "tis_clip_low",
     "`correction`; OpenRLHF's tis with its default bounds is `correction={weight: {bound: clip, lower: 0.5, upper: 5}}`, its icepop "
     "`correction={weight: {bound: mask, lower: 0.5, upper: 5}}`":
         "is_correction_enable is_correction_type is_correction_threshold",
@@ -178,11 +178,11 @@ OTHER_FIELDS = _by_name({
     "`correction.mode`, bypass": "use_rollout_logprobs",
     "`correction.off_policy_mask`, in nats per token": "off_policy_mask_threshold",
     "`correction.off_policy_mask`, in nats per token from the rollout's log-probs; slime counts from the learner's before the update, "
-    "without the gap of the engines, so that its default of 1e-4 is too small here":
+    "without the gap of the engines, so its default of 1e-4 is too small here":
         "use_opsm opsm_delta",
     "`kl.unbiased`": "use_unbiased_kl use_bias_correction_kl",
     "`correction.weight`, with level function": "custom_tis_function_path",
-    "`environment={type: tokens}`, a class of your own": "custom_generate_function_path",
+    "`environment={type: tokens}`, your own class": "custom_generate_function_path",
     "`environment`, of type tokens, chat, agent or openenv":
         "rollout_function_path rollout_func environment_factory agent_func_path tool_config_path interaction_config_path "
         "agent_loop_config_path multi_turn",
@@ -204,7 +204,7 @@ OTHER_FIELDS = _by_name({
     "`objective.clip_low`": "clip_ratio_low eps_clip_low pg_clip_low ratio_clip_min",
     "`objective.clip_high`": "clip_ratio_high epsilon_high eps_clip_high eps_clip_higher pg_clip_high ratio_clip_max",
     "`objective.dual_clip`": "clip_ratio_c eps_clip_c delta c_clip ratio_clip_c",
-    "`objective.dual_clip`, of which ROLL's value is 1 + 2 pg_clip, such as 1.4": "dual_clip_loss",
+    "`objective.dual_clip`; ROLL's value is 1 + 2 pg_clip, such as 1.4": "dual_clip_loss",
     "`objective.temperature_positive`, beside `objective.type=sapo`": "sapo_temperature_pos tau_pos",
     "`objective.temperature_negative`, beside `objective.type=sapo`": "sapo_temperature_neg tau_neg",
     "`critic.value_clip`": "cliprange_value value_clip",
@@ -265,20 +265,20 @@ WITHOUT_COUNTERPART = _by_name({
     "sequences are packed without padding, up to `learner.token_budget`":
         "use_remove_padding use_dynamic_bsz use_dynamic_batch_size log_prob_use_dynamic_bsz dynamic_batch_enable packing_samples",
     "the learner's ranks always get even shares of the tokens": "balance_batch balance_data",
-    "a part of a batch is a run of its prompts, in their order": "actor.shuffle critic.shuffle",
-    "every step has its line": "logging_steps log_interval",
+    "a minibatch has consecutive prompts of the batch, in their order": "actor.shuffle critic.shuffle",
+    "every step writes its line": "logging_steps log_interval",
     "the servers are SGLang's": "use_vllm rollout.name policy.generation_batch_size",
     "requests to the servers are always asynchronous": "rollout.mode",
     "the tokenizer is that of `model.path`": "tokenizer_path data.tokenizer",
     "there is no Ray": "ray_kwargs ray_init ray_wait_register_center_timeout",
     "an evaluation takes all held-out prompts, or `evaluation.max_prompts` of them": "val_batch_size valid_dataset.batch_size",
-    "evaluations have `rollout.max_new_tokens` too": "eval_max_response_len",
+    "evaluations use `rollout.max_new_tokens` too": "eval_max_response_len",
     "evaluations sample from all tokens": "eval_top_p eval_top_k val_kwargs.top_p val_kwargs.top_k",
     "the optimizer is AdamW": "optim.optimizer optim.optimizer_impl",
     "a response that is cut off at `rollout.max_new_tokens` is scored as it is, and learned from; a reward function gets its finish_reason":
         "mask_truncated_completions overlong_filtering max_len_mask mask_no_eos_with_zero",
     "every token of a response is learned from": "top_entropy_quantile",
-    "rewards and advantages are not scaled or clipped; a reward of your own can do so":
+    "rewards and advantages are not scaled or clipped; your own reward can do so":
         "reward_clip advantage_clip advantage_clip_low advantage_clip_high reward_scaling reward_bias disable_rewards_normalization",
     "samples follow the softmax that the learner computes, without a penalty": "repetition_penalty",
     "the model's shape is that of the config.json in `model.path`":
@@ -291,7 +291,7 @@ WITHOUT_COUNTERPART = _by_name({
         "attention_backend attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 attention_dropout hidden_dropout "
         "override_transformer_config moe_token_dispatcher_type moe_permute_fusion moe_router_dtype moe_grouped_gemm moe_enable_deepep "
         "use_mbridge vanilla_mbridge use_dist_checkpointing use_precision_aware_optimizer use_torch_compile use_fused_kernels",
-    "the learner runs no code of a model's folder": "trust_remote_code",
+    "the learner runs no code from a model's folder": "trust_remote_code",
     "images are not read": "image_key data.image_key multimodal_keys",
 })  # fmt: skip
 """The values continue the sentence "it has no counterpart: "."""
@@ -300,4 +300,5 @@ OTHER_BLOCKS = {
     "data", "algorithm", "actor_rollout_ref", "trainer", "reward_model", "optim", "train_dataset", "valid_dataset",
     "train", "checkpointing",
 }  # fmt: skip
-"""Blocks of verl, AReaL, OpenRLHF and NeMo-RL: the keys within them are answered, though a name may be close to one of Tandem's."""
+"""Blocks of verl, AReaL, OpenRLHF and NeMo-RL. Their keys are answered even if a name is close to one of
+ours."""

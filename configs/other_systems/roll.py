@@ -8,7 +8,7 @@ come from ROLL's documentation, defaults of the newer block from its code. The n
     geometric, segment    the geometric mean over the response, or over its segment: ``geometric``, ``segment_geometric``
 
 Its ``diff_*`` bound p_train - p_rollout of a token, its sum (sequence) or its mean over the response
-(geometric) or segment. Two small differences remain. ROLL does not bound log-ratios to +-20. Where it filters
+(geometric) or segment. Two small differences remain. ROLL does not bound log-ratios to +-20. If it filters
 in the loss (``denominator: all``) and averages by sequence, it divides a sequence's sum by its kept tokens.
 """
 
@@ -62,7 +62,7 @@ def from_roll(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     read = ForeignBlock(block, "ROLL block", (*ROLL_KEYS, *NEW_ROLL_KEYS))
     if NEW_BLOCK in block:
         for key in block.keys() & set(ROLL_KEYS):
-            error = f"is of ROLL's first releases, {NEW_BLOCK} of those since"
+            error = f"is from ROLL's first releases, {NEW_BLOCK} from later ones"
             read.refuse(key, error, "keep one of the two")
         return _from_new(read)
     read.unused((RECOMPUTE,), f"it goes with {NEW_BLOCK}")
@@ -78,7 +78,9 @@ def _from_options(read: ForeignBlock) -> tuple[CorrectionConfig, list[str]]:
     if not on:
         is_set = "infer_correction" in read.block
         setting = ": false" if is_set else " is left out, and false by default"
-        note = f"infer_correction{setting} -> nothing is corrected, metrics only; the other keys rest"
+        note = (
+            f"infer_correction{setting} -> nothing is corrected, only measured; the other keys have no effect"
+        )
         return CorrectionConfig(weight=NoWeight()), [note]
     read.say(("infer_correction",), "mode: decoupled", first=True)
     return CorrectionConfig(weight=weight, reject=tuple(reject), veto=veto), read.notes
@@ -97,7 +99,7 @@ def _from_new(read: ForeignBlock) -> tuple[CorrectionConfig, list[str]]:
     read.raise_problems()
     denominator = "all" if reject and not recompute else "kept"
     if reject:
-        before, after = "before their tokens are counted", "in the loss, whose tokens were counted before"
+        before, after = "before it counts tokens", "in the loss, after it has counted tokens"
         is_set = RECOMPUTE in read.block
         setting = f": {show(recompute)}" if is_set else " is left out, and false by default"
         filters_at = before if recompute else after
@@ -208,7 +210,7 @@ def _roll_rule(
     lower: float,
     upper: float,
 ) -> RatioRule | None:
-    """The rule at ``level``, None where it is off. ``lower`` and ``upper`` are ROLL's defaults."""
+    """The rule at ``level``; None if it is off. ``lower`` and ``upper`` are ROLL's defaults."""
     keys = (f"{key}_min", f"{key}_max")
     given_lower, given_upper = read.number(keys[0], lower, zero=True), read.number(keys[1], upper)
     if level is None or level == "none":

@@ -1,7 +1,8 @@
 """Translates verl's names of values into the schema's: ``kl: {estimator: low_var_kl}``, ``objective: {type:
-vanilla}``. Says what to write for the name of an algorithm, which no single value is: ``objective: {type: grpo}``.
+vanilla}``. For the name of an algorithm, which is more than one value here, it says what to write:
+``objective: {type: grpo}``.
 
-A name is translated only where formula and defaults are the same. A name for nearly the same formula is
+A name is translated only if formula and defaults are the same. A name for nearly the same formula is
 refused; the error says what differs and what to write.
 """
 
@@ -38,14 +39,14 @@ OUR_NAMES: Mapping[tuple[str, str], Mapping[str, str]] = {
 NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
     ("aggregation", "type"): {
         "seq-mean-token-sum-norm": (
-            "it needs a constant, verl's loss_scale_factor or, where that is null, the padded length; verl up to January 2026 divides by "
+            "it needs a constant, verl's loss_scale_factor or, if that is null, the padded length; verl up to January 2026 divides by "
             "it alone, later verl and Tandem also by the number of sequences",
             "write `type: sequence_mean_token_sum_over_constant` with a `constant`, usually max_new_tokens",
         )
     },
     ("objective", "type"): {
         "geo_mean": (
-            "verl's geo_mean is Tandem's gmpo with other bounds: 0.2 by default, where the paper and Tandem have 0.4",
+            "verl's geo_mean is Tandem's gmpo with other bounds: its default is 0.2, that of the paper and Tandem is 0.4",
             "write `{type: gmpo, clip_low: 0.2, clip_high: 0.2}` for those, or `type: gmpo` for the paper's",
         )
     },
@@ -59,8 +60,8 @@ NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
 
 _DR_GRPO = (
     "Dr. GRPO is `advantage: {type: grpo, normalize_by_std: false}` with `objective: {type: clipped}` and "
-    "`aggregation: {type: sequence_mean_token_sum_over_constant, constant: 1024}`, where the constant is the run's "
-    "rollout.max_new_tokens"
+    "`aggregation: {type: sequence_mean_token_sum_over_constant, constant: 1024}`, with the run's "
+    "rollout.max_new_tokens as the constant"
 )
 ALGORITHMS: Mapping[str, str] = {
     "grpo": "GRPO is `advantage: {type: grpo}` with `objective: {type: clipped}`, both the defaults",
@@ -86,7 +87,7 @@ ALGORITHMS: Mapping[str, str] = {
         for name in ("gspo", "gmpo", "cispo", "sapo", "dppo")
     },
 }
-"""Algorithms that are an objective and an advantage here, by their names in small letters alone; see ``algorithm``."""
+"""Algorithms that are an objective and an advantage here, by their names as ``algorithm`` reduces them."""
 _OTHER_WORDS = {"reinforcepp": "reinforceplusplus", "reinforceppbaseline": "reinforceplusplusbaseline"}
 
 

@@ -5,8 +5,8 @@ rho = pi_train / pi_rollout, as in the schema.
 verl changed the meaning of its bounds. Up to December 2025, ``rollout_rs: token | sequence | geometric``
 keeps what has lower <= rho <= upper at that level. Since then, ``token_k1``, ``seq_sum_k1`` and
 ``seq_mean_k1`` bound the sum or mean of -log rho by the logarithms of the same numbers, which keeps lower <=
-1 / rho <= upper, that is 1 / upper <= rho <= 1 / lower. Both are read, each with its own meaning. Defaults
-are those of verl's YAML (``rollout_is: null``), where a pasted block comes from, and not those of its Python
+1 / rho <= upper, that is 1 / upper <= rho <= 1 / lower. Both are read, each with its own meaning. The
+defaults are those of verl's YAML (``rollout_is: null``), from which a block is pasted, not those of its Python
 class. One difference remains: verl's newer rules bound each token's log-ratio to +-20, ours bound the sum.
 """
 
@@ -81,7 +81,7 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     weighs = not bypass or gradient
     weight = _verl_weight(read, weighs)
     if weight.level != "none" and weight.normalise and bypass:
-        error = "in bypass mode a weight is known only in the forward pass of its own micro-batch, so its mean over the step is not"
+        error = "in bypass mode a weight is known only in the forward pass of its own micro-batch, and its mean over the step is unknown"
         read.refuse("rollout_is_batch_normalize", error, "set it to false, or bypass_mode to false")
     reject = _verl_rules(read)
     veto = read.veto("rollout_token_veto_threshold", None)
@@ -93,7 +93,7 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
         )
     if bypass and reject:
         read.notes.append(
-            f"{REJECTED_TOKENS}: Tandem averages over the kept ones; verl may count all in bypass mode, for which set denominator: all"
+            f"{REJECTED_TOKENS}: Tandem averages over the kept ones; verl may count all in bypass mode; for that set denominator: all"
         )
     mode = "bypass" if bypass else "decoupled"
     read.say(("bypass_mode",), f"mode: {mode}", first=True)
@@ -128,7 +128,7 @@ def _verl_weight(read: ForeignBlock, weighs: bool) -> NoWeight | ImportanceWeigh
     bounds = None if text is None else read.bounds("rollout_is_threshold", text)
     normalise = read.flag("rollout_is_batch_normalize")
     if not weighs:
-        why = "in bypass mode with PPO's loss the ratio is current / rollout already, so nothing else weighs"
+        why = "in bypass mode with PPO's loss the ratio is current / rollout already, so there is no other weight"
         read.unused(("rollout_is", *keys), why)
         return NoWeight()
     if level is None:
@@ -139,7 +139,7 @@ def _verl_weight(read: ForeignBlock, weighs: bool) -> NoWeight | ImportanceWeigh
         read.unused(keys, "rollout_is is null")
         return NoWeight()
     if bounds is None:
-        meaning = "weight: {level: none}, since verl weighs nothing without a threshold"
+        meaning = "weight: {level: none}, since verl has no weights without a threshold"
         read.say(("rollout_is", "rollout_is_threshold"), meaning)
         read.unused(("rollout_is_batch_normalize",), "there are no weights")
         return NoWeight()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
-    """Contradictions of the whole config, whose blocks are valid each by itself."""
+    """Contradictions of a whole config whose blocks are valid each by itself."""
     yield from _of_loss(config)
     yield from _of_reward(config)
     yield from _of_batch(config)
@@ -35,15 +35,15 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
     if config.rollout.group_size == 1 and config.advantage.type in WITHIN_GROUPS:
         yield Contradiction(
             ("advantage.type", "rollout.group_size"),
-            f"advantage.type={config.advantage.type} compares the siblings of a prompt, of which rollout.group_size=1 has one, so that "
-            "there is no baseline",
+            f"advantage.type={config.advantage.type} compares the siblings of a prompt, but with rollout.group_size=1 there is only "
+            "one, so there is no baseline",
             "use 2 or more (4 to 16 are usual), or advantage.type=gae or reinforce_pp",
         )
     objective = config.policy_objective.type
     if objective in PER_SEQUENCE_OBJECTIVES and config.aggregation.type != "sequence_mean_token_mean":
         yield Contradiction(
             ("aggregation.type",),
-            f"objective {objective} is a loss per sequence, which aggregation.type={config.aggregation.type} would weigh by its tokens",
+            f"objective {objective} is a loss per sequence, but aggregation.type={config.aggregation.type} would weight it by its tokens",
             "remove `aggregation`, or set aggregation.type=sequence_mean_token_mean",
         )
     weight = config.correction.weight
@@ -52,7 +52,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
     if objective == "gmpo" and masks and weight.level not in ("sequence", "geometric"):
         yield Contradiction(
             ("correction.weight.bound", "correction.reject"),
-            "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
+            "objective gmpo takes the geometric mean of a sequence's weights, so one weight of zero would drop the whole sequence "
             "(correction.weight.bound=mask)",
             "set correction.weight.bound=truncate and correction.weight.lower=null; tokens are rejected by rules in correction.reject",
         )
@@ -60,7 +60,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
     if config.kl.controller.type == "adaptive" and config.kl.controller.horizon <= responses:
         yield Contradiction(
             ("kl.controller.horizon",),
-            f"kl.controller.horizon={config.kl.controller.horizon} is no more than the {responses} responses of one step, so that "
+            f"kl.controller.horizon={config.kl.controller.horizon} is not above the {responses} responses of one step, so "
             "the coefficient would jump",
             f"use several times as many, such as {10 * responses}",
         )
@@ -84,7 +84,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
     if config.critic is not None and config.advantage.type != "gae":
         yield Contradiction(
             ("advantage.type",),
-            f"advantage.type={config.advantage.type} asks no critic",
+            f"advantage.type={config.advantage.type} does not use a critic",
             "remove `critic`, or set advantage.type=gae",
         )
     if config.critic_warmup_steps >= config.steps:
@@ -109,7 +109,7 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
     if config.credits_turns and config.advantage.type == "grpo" and config.kl.in_reward:
         yield Contradiction(
             ("advantage.credit", "kl.place"),
-            "advantage.credit=turn with grpo compares the rewards of turns, from which kl.place=reward would subtract a KL per token",
+            "advantage.credit=turn with grpo compares the rewards of turns, but kl.place=reward would subtract a KL per token from them",
             "use kl.place=loss, or advantage.type=reinforce_pp or gae",
         )
     if config.reward is not None and getattr(config.environment, "reward", None) == "agent":
@@ -127,14 +127,14 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
     for field, kind in readers if isinstance(config.task, CountdownTask) else ():
         yield Contradiction(
             (field, "task.type"),
-            f"{field}={kind} reads a field of the rows of a data file, and task.type=countdown has none",
+            f"{field}={kind} reads a field of the rows of a data file, but task.type=countdown has none",
             "use task.type=jsonl, or leave `sampler` out" if kind == "mixture" else "use task.type=jsonl",
         )
     for field, part, _ in parts:
         if part.type in _OF_OTHER_ANSWERS.get(config.task.type, ()):
             yield Contradiction(
                 (f"{field}.type", "task.type"),
-                f"{field}.type={part.type} does not compare with what task.type={config.task.type} has as its answers",
+                f"{field}.type={part.type} cannot compare a response with the answers of task.type={config.task.type}",
                 f"use {field}.type={config.task.type}",
             )
         if isinstance(part, OverlongPenalty) and part.buffer_tokens > config.rollout.max_new_tokens:
@@ -242,26 +242,26 @@ def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:
     if not config.evaluation.every:
         yield Contradiction(
             ("checkpoint.keep_best", "evaluation.every"),
-            f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every=0 makes none between the ends",
+            f"checkpoint.keep_best={metric} chooses among evaluations, but evaluation.every=0 makes none between the ends",
             "set evaluation.every to a number of steps, or remove it",
         )
     if config.evaluation.every > config.steps and not config.evaluation.at_ends:
         yield Contradiction(
             ("checkpoint.keep_best", "evaluation.every", "evaluation.at_ends", "steps"),
-            f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every={config.evaluation.every} with at_ends=false "
+            f"checkpoint.keep_best={metric} chooses among evaluations, but evaluation.every={config.evaluation.every} with at_ends=false "
             f"makes none in steps={config.steps}",
             f"use at most {config.steps}, or remove it",
         )
     if isinstance(config.task, FileTask) and config.task.heldout_path is None:
         yield Contradiction(
             ("checkpoint.keep_best", "task.heldout_path"),
-            f"checkpoint.keep_best={metric} chooses among evaluations, and without task.heldout_path nothing is evaluated",
+            f"checkpoint.keep_best={metric} chooses among evaluations, but without task.heldout_path nothing is evaluated",
             "name a file of held-out problems, or remove it",
         )
     if metric.startswith("eval/greedy/") and not config.evaluation.greedy:
         yield Contradiction(
             ("checkpoint.keep_best", "evaluation.greedy"),
-            f"checkpoint.keep_best={metric} needs answers at temperature 0, which evaluation.greedy=false leaves out",
+            f"checkpoint.keep_best={metric} needs answers at temperature 0, but evaluation.greedy=false leaves them out",
             "set evaluation.greedy=true, or use eval/accuracy",
         )
 
@@ -271,7 +271,7 @@ def _of_trace(config: "RunConfig") -> Iterator[Contradiction]:
     if trace.steps and trace.first > config.steps:
         yield Contradiction(
             ("tracking.trace.first", "steps"),
-            f"tracking.trace.first={trace.first} begins after steps={config.steps}, so that nothing would be traced",
+            f"tracking.trace.first={trace.first} begins after steps={config.steps}, so nothing would be traced",
             f"use at most {config.steps}",
         )
     if trace.profile_rank is not None and config.layout.dp != "auto":
@@ -279,7 +279,7 @@ def _of_trace(config: "RunConfig") -> Iterator[Contradiction]:
         if trace.profile_rank >= size:
             yield Contradiction(
                 ("tracking.trace.profile_rank", "layout"),
-                f"tracking.trace.profile_rank={trace.profile_rank} is no rank of a learner of {size}, which count from 0",
+                f"tracking.trace.profile_rank={trace.profile_rank} is not a rank: the ranks of this learner are 0 to {size - 1}",
                 f"use at most {size - 1}",
             )
 

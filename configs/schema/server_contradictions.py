@@ -23,13 +23,13 @@ NEVER_WITH = {
     "enable-unified-cache-external-linker": STALE_CACHE,
     "weight-cache-mode": "shares the weights with other servers, whose copy an update would change before SGLang refuses it",
     "kt-weight-path": "computes experts from files, which no update of the weights reaches",
-    "enable-eplb": "moves experts to other places of a parameter, and updates go to the original places",
-    "preferred-sampling-params": "adds sampling parameters to each request, which log-probs and learner do not take into account",
-    "enable-watermark": "changes what is sampled, of which log-probs and learner do not know",
-    "watermark-config": "changes what is sampled, of which log-probs and learner do not know",
-    "speculative-accept-threshold-single": "takes drafts that the policy would not have sampled",
-    "speculative-accept-threshold-acc": "takes drafts that the policy would not have sampled",
-    "allow-auto-truncate": "truncates a prompt that is too long, and the learner trains on the whole prompt",
+    "enable-eplb": "moves experts to other places of a parameter, but updates go to the original places",
+    "preferred-sampling-params": "adds sampling parameters to each request, but log-probs and learner do not take them into account",
+    "enable-watermark": "changes what is sampled, but log-probs and learner do not take it into account",
+    "watermark-config": "changes what is sampled, but log-probs and learner do not take it into account",
+    "speculative-accept-threshold-single": "accepts drafts that the policy would not have sampled",
+    "speculative-accept-threshold-acc": "accepts drafts that the policy would not have sampled",
+    "allow-auto-truncate": "truncates a prompt that is too long, but the learner trains on the whole prompt",
     "delete-ckpt-after-loading": "deletes model.path, which learner and restarted servers read",
 }
 """Flags of SGLang 0.5.23 that every run refuses, and what each does."""
@@ -59,7 +59,7 @@ over other ranks."""
 
 
 def of_servers(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of the whole config, whose blocks are valid each by itself."""
+    """Contradictions about servers in a config whose blocks are valid each by itself."""
     yield from _of_server_args(config)
     yield from _of_routing(config)
     yield from _of_pieces(config)
@@ -88,14 +88,14 @@ def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
     if not config.rollout.sglang_plugin:
         yield Contradiction(
             ("learner.routing", "rollout.sglang_plugin"),
-            "learner.routing=rollout needs Tandem's plugin of SGLang to get the experts, which rollout.sglang_plugin=false leaves out",
+            "learner.routing=rollout needs Tandem's plugin of SGLang to get the experts, but rollout.sglang_plugin=false leaves it out",
             fix,
         )
     if config.rollout.router is not None:
         yield Contradiction(
             ("learner.routing", "rollout.router"),
-            "learner.routing=rollout does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, and "
-            "the request for experts is none of them",
+            "learner.routing=rollout does not go with rollout.router: sglang-router 0.3.2 passes on only the fields that it knows, and "
+            "drops the request for experts",
             fix,
         )
     for name, value in config.rollout.server_args.items():
@@ -117,7 +117,7 @@ def _of_old_routing(config: "RunConfig") -> Iterator[Contradiction]:
     if config.correction.mode == "bypass":
         yield Contradiction(
             ("learner.routing", "correction.mode"),
-            "learner.routing=old replays the experts of the pass before the update, and with correction.mode=bypass there is none: old "
+            "learner.routing=old replays the experts of the pass before the update, but with correction.mode=bypass there is none: old "
             "is the rollout",
             "set learner.routing=rollout, which replays the experts of the rollout, or own",
         )
@@ -214,7 +214,7 @@ def _of_lora(config: "RunConfig") -> Iterator[Contradiction]:
     if lora.forward == "factored" and config.model.numerics == "aligned":
         yield Contradiction(
             ("learner.lora.forward", "model.numerics"),
-            "learner.lora.forward=factored adds the adapters' product to that of the weight, where servers multiply once by the merged "
+            "learner.lora.forward=factored adds the adapters' product to that of the weight, but servers multiply once by the merged "
             "weight, so that model.numerics=aligned could not hold",
             "set learner.lora.forward=merged, or model.numerics=default",
         )
@@ -223,7 +223,7 @@ def _of_lora(config: "RunConfig") -> Iterator[Contradiction]:
         if lora.forward == "merged" and value not in (None, "none"):
             yield Contradiction(
                 ("learner.lora.forward", f"rollout.{field}"),
-                f"learner.lora.forward=merged computes with the served weights, which rollout.{field}={value} rounds further on their way",
+                f"learner.lora.forward=merged computes with the served weights, but rollout.{field}={value} rounds them again on their way",
                 "set learner.lora.forward=factored, or remove it",
             )
     for name in rollout.server_args:
@@ -244,8 +244,8 @@ def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
     if rollout.router is not None:
         yield Contradiction(
             ("rollout.top_k", "rollout.router"),
-            f"rollout.top_k={rollout.top_k} does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, "
-            "and the request for kept ids is none of them",
+            f"rollout.top_k={rollout.top_k} does not go with rollout.router: sglang-router 0.3.2 passes on only the fields that it knows, "
+            "and drops the request for kept ids",
             fix,
         )
     for name, value in rollout.server_args.items():

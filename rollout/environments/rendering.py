@@ -100,7 +100,9 @@ def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
     try:
         return list(tokenizer.encode(text, add_special_tokens=False))
     except TypeError as error:  # from the tokenizer's Rust part, in words of its own
-        raise ValueError("half of a surrogate pair is in them; replace it, for UTF-8 has none") from error
+        raise ValueError(
+            "they contain half of a surrogate pair, which UTF-8 does not have; replace it"
+        ) from error
 
 
 class ChatRenderer:

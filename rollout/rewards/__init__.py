@@ -1,7 +1,8 @@
-"""Rewards of responses. ``Scorer`` (``scorer.py``) is the one entrance; rule-based rewards are pure functions.
+"""Rewards of responses. The entry point is ``scorer_of`` (``by_field.py``). Rule-based rewards are pure
+functions.
 
-No more is imported here: the processes of rewards import this package too, and need neither the config's schema nor
-HTTP."""
+This file imports no more, because the processes of rewards import the package too. They need neither the
+config's schema nor HTTP."""
 
 from rollout.rewards.arithmetic import countdown_reward
 

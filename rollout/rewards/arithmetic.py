@@ -21,7 +21,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 class ExpressionError(ValueError):
-    """The text is no expression of this grammar."""
+    """The text is not an expression of this grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Evaluated:
 
 
 def evaluate(text: str) -> Evaluated:
-    """Value of an expression and the numbers in it. The text must be nothing else, blanks included.
+    """Value of an expression and the numbers in it. The text must hold nothing else, not even blanks.
 
     ::
 
@@ -56,7 +56,7 @@ def evaluate(text: str) -> Evaluated:
     try:
         value = _value_of(ast.parse(text, mode="eval").body, numbers)
     except SyntaxError as error:
-        raise ExpressionError(f"{text!r} is no expression: {error.msg}") from error
+        raise ExpressionError(f"{text!r} is not an expression: {error.msg}") from error
     return Evaluated(value=value, numbers=tuple(numbers))
 
 
@@ -66,7 +66,8 @@ def _value_of(node: ast.expr, numbers: list[int]) -> int:
         numbers.append(node.value)
         return node.value
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
-        # Without the node's text: ``ast.unparse`` recurses thrice as deep as the tree, and a caller may be deep in its stack.
+        # Without the node's text: ``ast.unparse`` recurses thrice as deep as the tree, and the caller's stack
+        # may be deep.
         raise ExpressionError("a part is neither a number nor a sum, a difference or a product")
     left, right = _value_of(node.left, numbers), _value_of(node.right, numbers)
     return OPERATORS[type(node.op)](left, right)
@@ -82,7 +83,7 @@ def parse_problem(reference: str) -> tuple[tuple[int, ...], int]:
     left, equals, right = reference.partition("=")
     words = [*left.split(), right]
     if not equals or not left.split() or not all(word and DIGITS.issuperset(word) for word in words):
-        raise ValueError(f"{reference!r} is no Countdown problem; write it like `2 13 14=3`")
+        raise ValueError(f"{reference!r} is not a Countdown problem; write it like `2 13 14=3`")
     return tuple(int(word) for word in words[:-1]), int(right)
 
 
@@ -91,7 +92,7 @@ def countdown_reward(reference: str, response_text: str) -> Score:
 
     The part ``valid`` is 1 for an expression with the right numbers, whatever its value.
 
-    Raises ValueError: ``reference`` is no Countdown problem.
+    Raises ValueError: ``reference`` is not a Countdown problem.
     """
     numbers, target = parse_problem(reference)
     try:

@@ -1,4 +1,4 @@
-"""Another reward for the prompts of each source of the data (``reward: {type: by_field}``)."""
+"""A separate reward for each source of the data (``reward: {type: by_field}``)."""
 
 import os
 from collections.abc import Callable
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class ScorerByField:
-    """Inside ``async with``: a ``Scorer`` for each source, each with its own processes and requests."""
+    """A ``Scorer`` for each source, with its own processes and requests. Used inside ``async with``."""
 
     def __init__(self, config: RewardByField, *, max_new_tokens: int):
         self._config, self._names = config, config.names
-        # Of the default number of processes, each source has a share.
+        # The sources share the default number of processes.
         num_workers = max(1, default_num_workers(len(os.sched_getaffinity(0))) // len(config.rewards))
         self._scorers = {
             value: Scorer(
@@ -52,9 +52,10 @@ class ScorerByField:
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
     ) -> Score:
-        """As ``Scorer.score`` by the reward of the prompt's source, whose value is a part under the name of the source.
+        """``Scorer.score`` of the reward of the prompt's source. Unless it failed, its value is also a part,
+        under the name of the source.
 
-        Raises ValueError for a prompt without a source, which the data were searched for before the start.
+        Raises ValueError for a prompt without a source. A check before the start refuses such data.
         """
         source = self._source(prompt)
         score = await self._scorers[source].score(
@@ -82,7 +83,7 @@ def known_source(config: RewardByField, value: object) -> str:
     if source not in config.rewards:
         known = ", ".join(map(repr, config.rewards))
         raise ValueError(
-            f"is {source!r}, for which reward.rewards has none, only for {known}; add one, or drop such records"
+            f"is {source!r}, but reward.rewards has rewards only for {known}; add one, or drop such records"
         )
     return source
 

@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 RUNNER = Path(__file__).with_name("program_runner.py")
 MARGIN_S = 30.0
 """Time for the runner's own work, beyond the deadlines of the tests."""
-NO_BOUNDARY = "This is no security boundary: install bubblewrap, or run in a container"
+NO_BOUNDARY = "This is not a security boundary: install bubblewrap, or run in a container"
 SANDBOXES = {
     "bubblewrap": "under bubblewrap: without network, and with no files but Python's, the system's and a folder that is removed",
-    "namespaces": "in namespaces of their own: without network and other processes, but with this user's files. "
+    "namespaces": "in their own namespaces: without network and other processes, but with this user's files. "
     + NO_BOUNDARY,
-    "none": "under limits alone: with the network, and with this user's files and processes. " + NO_BOUNDARY,
+    "none": "under limits only: with the network, and with this user's files and processes. " + NO_BOUNDARY,
 }
-"""From the strictest on: how programs run."""
+"""How programs run, the strictest way first."""
 FENCED = re.compile(
     r"^[ \t]*```(?P<language>[^`\n]*)(?:\n|\Z)(?P<program>.*?)(?P<closed>^[ \t]*```|\Z)",
     re.MULTILINE | re.DOTALL,
@@ -54,9 +54,9 @@ try:
 except OSError as error:
     print(error.errno)
 """
-"""Without a network there is no way to this address (error 101, ENETUNREACH). Nothing is sent."""
+"""Without a network there is no route to this address (error 101, ENETUNREACH). Nothing is sent."""
 TRIAL_S = 10.0
-"""The least deadline of a trial: a busy machine must not change the choice."""
+"""Shortest deadline of a trial: a busy machine must not change the choice."""
 
 
 class _NotStarted(Exception):
@@ -64,12 +64,12 @@ class _NotStarted(Exception):
 
 
 def find_program(response: str) -> str | None:
-    """The last fenced block of Python; None if there is none, or if that block is not closed: the response was cut
-    off in it, and has taken back the blocks before."""
+    """The last fenced block of Python; None if there is none, or if that block is not closed. The response
+    was then cut off inside it, and the earlier blocks no longer count."""
     last = None
     for block in FENCED.finditer(response):
         language = block["language"].strip().lower()
-        # A fence with nothing behind it.
+        # A fence with nothing after it.
         is_stray = not (block["closed"] or language or block["program"].strip())
         if language in LANGUAGES and not is_stray:
             last = block
@@ -96,7 +96,7 @@ def _parse_test(test: Any) -> dict[str, str]:
 
 
 def check_tests(value: Any) -> None:
-    """Refuse tests that no program could pass, or every one would. Raises ValueError."""
+    """Refuse tests that no program can pass, or that every program passes. Raises ValueError."""
     for code in (test["code"] for test in parse_tests(value) if "code" in test):
         if _is_json(code):
             raise ValueError("holds JSON as text, which as Python would always pass; write it as a list")
@@ -109,7 +109,7 @@ def check_tests(value: Any) -> None:
                 f"holds a test that is not Python ({error}); correct it, or drop the record"
             ) from error
         if not tree.body:
-            raise ValueError("holds a test of comments alone, which would always pass; write assertions")
+            raise ValueError("holds a test with only comments, which would always pass; write assertions")
 
 
 def _is_json(text: str) -> bool:
@@ -136,8 +136,8 @@ class ProgramTests:
         logger.info("%s: programs run %s", self._name, SANDBOXES[self._sandbox])
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """Of the tests of the prompt's row. A row without usable tests, or a program that cannot be started, is a
-        failed sample."""
+        """The score of the response's program by the tests of the prompt's row. A row without usable tests,
+        or a program that cannot be started, is a failed sample."""
         program = find_program(response_text)
         if program is None:
             return Score(value=0.0, parts={"no_code": 1.0, "passed": 0.0, "timed_out": 0.0})
@@ -168,7 +168,7 @@ class ProgramTests:
 
 
 async def choose_sandbox(config: CodeReward, name: str) -> str:
-    """The strictest of the allowed ways that works here, by a trial. Raises ValueError: none of them does."""
+    """The strictest allowed sandbox that works here, found by trials. Raises ValueError: none works."""
     reason = ""
     for sandbox in SANDBOXES if config.sandbox == "auto" else [config.sandbox]:
         try:
@@ -232,7 +232,8 @@ async def run_program(
 
 @cache
 def _version_of(bwrap: str) -> list[int]:
-    """[0, 8, 0]. Empty if bubblewrap does not print it, or if it is setuid and so refuses some options."""
+    """The version of bubblewrap, such as [0, 8, 0]. Empty if it prints none, or is setuid and so refuses some
+    options."""
     with suppress(OSError, subprocess.SubprocessError):
         if os.stat(bwrap).st_mode & stat.S_ISUID:
             return []

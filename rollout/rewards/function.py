@@ -12,7 +12,7 @@ from rollout.records import Score
 from rollout.user_code import further_parameters, import_function
 
 LARGEST = float(np.finfo(np.float32).max)
-"""The learner has rewards in float32."""
+"""The learner holds rewards in float32."""
 
 RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
 """f(prompt, response, reference) -> value, or (value, parts). It may be ``async``, and may have further
@@ -29,20 +29,20 @@ _BY_FIRST_PARAMETER = {
         ("prompts", "completions"), ("TRL's", "{name}(prompts=[prompt], completions=[response])[0]")
     ),
 }
-"""Functions of other systems, by the name of their first parameter: whose, and the call of one for one response. verl passes
-names, so its parameters have any order."""
+"""Functions of other systems, by the name of their first parameter: whose they are, and a call for one
+response. verl passes arguments by name, so its parameters may have any order."""
 
 
 def import_reward_function(path: str) -> RewardFunction:
     """The function that ``module:function`` names. Raises ValueError if it cannot be imported, does not take three
-    texts, or takes what another system gives it."""
+    texts, or has another system's parameters."""
     function = import_function("reward function", path, "module:function, e.g. my_rewards:score")
     _refuse_others(path, function)
     try:
         further = {name: FURTHER[name] for name in further_parameters(function, FURTHER)}
         inspect.signature(function).bind("prompt", "response", "reference", **further)
     except TypeError as error:
-        must = f"must take (prompt, response, reference), and beside them at most {', '.join(FURTHER)}"
+        must = f"must take (prompt, response, reference), and besides at most {', '.join(FURTHER)}"
         raise ValueError(f"reward function {path!r} {must}: {error}") from error
     except ValueError:  # some C functions have no signature; the first call checks them
         pass
@@ -50,20 +50,21 @@ def import_reward_function(path: str) -> RewardFunction:
 
 
 def _refuse_others(path: str, function: RewardFunction) -> None:
-    """Raises ValueError for a function of another system's form, which would take a prompt for something else."""
+    """Raises ValueError for a function with another system's parameters, which would misread ours."""
     found = further_parameters(function, _BY_FIRST_PARAMETER)
     first = next(iter(inspect.signature(function).parameters)) if found else None
     if first in found:
         whose, call = _BY_FIRST_PARAMETER[first]
         called = call.format(name=path.partition(":")[2])
         raise ValueError(
-            f"reward function {path!r} has {whose} parameters, and would be called as (prompt, response, reference); name a "
-            f"function around it: `def score(prompt, response, reference, row): return {called}`"
+            f"reward function {path!r} has {whose} parameters, but would be called with (prompt, response, reference); wrap "
+            f"it: `def score(prompt, response, reference, row): return {called}`"
         )
 
 
 def to_score(returned: object) -> Score:
-    """The score that a reward function returned. Names of parts, in which a model may have a say, are made what UTF-8 carries.
+    """The score that a reward function returned. A model may influence names of parts, so they are made valid
+    as UTF-8.
 
     Raises:
         TypeError: the value is neither a real number nor a pair of a real number and a dict of them.

@@ -2,11 +2,11 @@
 
     Scorer ── score ──> the prompt, filled in once ──> POST <url>/chat/completions ──> the last match of score_pattern
 
-One request per response. served.py has the failures of requests. An answer without a score, with one outside of
-``score_range``, or refused by the server is a failed sample.
+One request per response. served.py describes the failures of requests. A sample also fails if the server
+refuses it, or if the answer has no score or one outside of ``score_range``.
 
-Prompt and response are data of strangers: they are filled in in one pass, so that a response with ``{reference}``
-in it is not expanded, and the score is read from the judge's own answer alone.
+Prompt and response are not trusted. They are filled in in one pass, so that a ``{reference}`` in a response
+is not expanded. The score is read only from the judge's own answer.
 """
 
 import json
@@ -22,7 +22,7 @@ from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 _SHOWN = 200
 """Characters of an answer in a message."""
 _SEARCH_S = 1.0
-"""A pattern that backtracks would hold the sample role's event loop without end."""
+"""Limit of a search: a pattern that backtracks could block the sample role's event loop forever."""
 
 
 class Judge(ServedReward):
@@ -83,7 +83,9 @@ class Judge(ServedReward):
         try:
             given = float(matches[-1])
         except (TypeError, ValueError):  # an optional group is None
-            return Score(value=0.0, error=f"the judge's score {self.shown(str(matches[-1]))!r} is no number")
+            return Score(
+                value=0.0, error=f"the judge's score {self.shown(str(matches[-1]))!r} is not a number"
+            )
         low, high = self._config.score_range
         if not low <= given <= high:
             return Score(
@@ -99,6 +101,6 @@ class Judge(ServedReward):
             text = choice["message"].get("content")
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise self.wrong_form(
-                url, f"sent {self.shown(content)[:_SHOWN]!r}, which is no chat completion"
+                url, f"sent {self.shown(content)[:_SHOWN]!r}, which is not a chat completion"
             ) from error
         return (text if isinstance(text, str) else ""), choice.get("finish_reason") == "length"

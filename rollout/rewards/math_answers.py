@@ -16,14 +16,16 @@ NUMBER = re.compile(
 _DIGIT = re.compile("[0-9]")
 _COMMA_IN_NUMBER = re.compile("[0-9],[0-9]")
 _OF_NUMBERS = frozenset("0123456789,.$-")
-"""All characters that NUMBER can match. It looks at one more before them, which may be any."""
+"""All characters that NUMBER can match. It also looks at one character before them, of any kind."""
 _LAST_CHARACTERS = 64
-"""Of a response, in which the last number is looked for first."""
+"""The end of a response in which the last number is searched first."""
 
 
 def gsm8k_reference(answer: str) -> str:
-    """The final answer of a GSM8K solution: the text after ``####``, without commas between thousands. Raises
-    ValueError: there is no mark, not one number after it, or another comma between digits."""
+    """The final answer of a GSM8K solution: the text after ``####``, without commas between thousands.
+
+    Raises ValueError: there is no mark, not exactly one number after it, or a comma between digits that does
+    not separate thousands."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark:
         raise ValueError(f"has no `{ANSWER_MARK}`; a GSM8K answer ends with `{ANSWER_MARK} <number>`")
@@ -42,7 +44,7 @@ def gsm8k_reference(answer: str) -> str:
 
 
 def check_number(reference: str) -> None:
-    """Raises ValueError for what ``gsm8k_reward`` cannot compare with."""
+    """Raises ValueError for a reference that ``gsm8k_reward`` cannot compare with."""
     _only_number(reference)
 
 
@@ -67,7 +69,7 @@ def _only_number(reference: str) -> Decimal:
     if len(numbers) != 1:
         what = "several numbers" if numbers else "no number"
         raise ValueError(
-            f"holds {what}, where the reward gsm8k compares with one: {reference[-60:]!r}; write the number alone, or "
+            f"holds {what}, but the reward gsm8k needs exactly one: {reference[-60:]!r}; write the number alone, or "
             f"`{ANSWER_MARK} 72` at the end"
         )
     return _to_decimal(numbers[0])
@@ -80,8 +82,8 @@ def _first_number(text: str) -> Decimal | None:
 
 
 def _last_number(text: str) -> Decimal | None:
-    """The last number of a scan of the whole text, by scans of ever longer ends of it. A scan may begin wherever no
-    number lies across: it then finds what the whole one finds from there on."""
+    """The last number of the text. The function scans longer and longer ends of the text until one has a
+    digit. If a scan does not begin inside a number, it finds the same numbers as a scan of the whole text."""
     start, size = len(text), _LAST_CHARACTERS
     while start > 0:
         start = _run_start(text, max(0, len(text) - size))
@@ -93,7 +95,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _run_start(text: str, place: int) -> int:
-    """The beginning of the run of characters of numbers that reaches up to ``place``."""
+    """Where the run of number characters begins that ends just before ``place``."""
     while place > 0 and text[place - 1] in _OF_NUMBERS:
         place -= 1
     return place
@@ -107,8 +109,8 @@ def math_verify_reward(reference: str, response_text: str) -> Score:
     """1 if math-verify finds the response's final expression equal to the reference, else 0.
 
     The reference may be bare (``3/4``, ``\\frac{3}{4}``) or marked up (``$...$``, ``\\boxed{...}``). There is
-    no time limit here, and a few expressions keep sympy busy without end: run it in a process that can be ended
-    (see ``Scorer``).
+    no time limit here, and a few expressions keep sympy busy forever: run the function in a process that can
+    be killed (see ``Scorer``).
 
     Raises:
         ValueError: math-verify cannot read the reference.

@@ -9,22 +9,23 @@ Requests, and the replies that must come back with HTTP 200:
 ``sglang``  POST <url>/classify  ``{"text": ["...", ...]}``, or ``"input_ids"`` after a chat template, so that
             the server adds no second begin token. Reply: ``[{"embedding": [score], ...}, ...]``, one object
             per text, in order. An empty text is a failed sample and is never sent: without a begin token it
-            has no tokens, and SGLang 0.5.23 dies of an empty forward pass.
+            has no tokens, and SGLang 0.5.23 crashes in an empty forward pass.
 ``json``    POST <url>           ``{"items": [{"prompt": "...", "response": "...", "reference": "...", "text": "..."}, ...]}``.
-            Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` where an item cannot be
-            scored.
+            Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` for an item that
+            cannot be scored.
 
-Failures are those of served.py. A batch that is refused is halved until the refused items are alone. A refused
-item, or one whose score is missing or not finite, is a failed sample: it is counted and not scored, and the run continues.
+served.py describes the failures. A refused batch is halved until each refused item is alone. An item that is
+refused, or whose score is missing or not finite, is a failed sample: it is counted and not scored, and the
+run continues.
 
 Two traps of SGLang 0.5.23:
 
-- Its Qwen2ForSequenceClassification and Qwen3ForSequenceClassification have a bias after the last layer,
-  transformers' have none. Where a checkpoint lacks the bias, SGLang draws it from --random-seed, up to
-  1/sqrt(hidden_size), which shifts all scores of a replica alike. Store ``score.bias`` as zeros in such a
+- SGLang's Qwen2ForSequenceClassification and Qwen3ForSequenceClassification have a bias after the last layer;
+  those of transformers have none. If a checkpoint lacks the bias, SGLang draws it from --random-seed, up to
+  1/sqrt(hidden_size). It shifts all scores of a replica alike. Store ``score.bias`` as zeros in such a
   checkpoint.
-- A text that fits the model's context but not the server's --max-total-tokens is never answered and ends the
-  run like a late answer. Set --max-total-tokens above the longest text.
+- SGLang never answers a text that fits the model's context but not the server's --max-total-tokens. This ends
+  the run like a late answer. Set --max-total-tokens above the longest text.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 from rollout.tokenization import load_tokenizer
 
 LINGER_S = 0.02
-"""Wait for a batch to fill up; small against the time of a forward pass."""
+"""How long a batch waits to fill up; small against the time of a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Item:
     reference: str
     text: str
     token_ids: list[int] | None
-    """Tokens of ``text`` where a chat template wrote it; None leaves the tokens to the server."""
+    """Tokens of ``text`` if a chat template rendered it; None: the server tokenises the text."""
 
 
 class RewardModel(ServedReward):
@@ -134,7 +135,7 @@ class RewardModel(ServedReward):
             for _, future in batch:
                 future.cancel()
             raise
-        except Exception as error:  # callers must hear of a defect too
+        except Exception as error:  # a defect must reach the callers too
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
@@ -173,17 +174,15 @@ class RewardModel(ServedReward):
 
     def _parse_scores(self, url: str, content: bytes, count: int) -> list[Score]:
         try:
-            reply = json.loads(content)  # reads NaN too, which then fails its own sample only
+            reply = json.loads(content)  # accepts NaN, which then fails only its own sample
         except (ValueError, RecursionError):  # invalid JSON or UTF-8; values nested too deep
             reply = None
         is_json = self._config.protocol == "json"
         scores = reply.get("scores") if is_json and isinstance(reply, dict) else reply
         if not isinstance(scores, list) or len(scores) != count:
             form = '{"scores": [...]}' if is_json else '[{"embedding": [...]}, ...]'
-            received = (
-                f"{len(scores)} of them" if isinstance(scores, list) else repr(self.shown(content)[:200])
-            )
-            raise self.wrong_form(url, f"must answer with {count} scores as {form}, but sent {received}")
+            received = str(len(scores)) if isinstance(scores, list) else repr(self.shown(content)[:200])
+            raise self.wrong_form(url, f"sent {received} instead of {count} scores as {form}")
         return [_to_score(score if is_json else self._embedded_score(url, score)) for score in scores]
 
     def _embedded_score(self, url: str, reply: object) -> object:

@@ -1,7 +1,7 @@
 """Messages over our end of a pipe to a process that runs the user's code, each with a deadline.
 
-The other end is a ``multiprocessing.connection.Connection``. Its own ``recv`` and ``send`` wait without end for the rest of
-a message, and the user's code may write into the pipe, or keep its process from reading.
+The other end is a ``multiprocessing.connection.Connection``. The ``recv`` and ``send`` of that class wait
+forever for the rest of a message. The user's code may write into the pipe, or keep its process from reading.
 """
 
 import os
@@ -11,13 +11,14 @@ import time
 from multiprocessing.connection import Connection
 
 LARGEST_ANSWER = 4 * 2**20
-"""Bytes of an answer of the user's code or of a server that is not ours: a million tokens of text."""
+"""Most bytes of an answer from the user's code or a server that is not ours: a million tokens of text."""
 HEADER = struct.Struct("!i")
-"""Before each message: its bytes."""
+"""Before each message: its length in bytes."""
 
 
 def send(connection: Connection, content: bytes, deadline: float) -> None:
-    """deadline: of ``time.monotonic()``. Raises TimeoutError, or another OSError where the other end is closed."""
+    """deadline: in seconds of ``time.monotonic()``. Raises TimeoutError, or another OSError if the other end
+    is closed."""
     left = memoryview(HEADER.pack(len(content)) + content)
     while left:
         _wait_for(connection, select.POLLOUT, deadline)
@@ -28,9 +29,9 @@ def receive(connection: Connection, deadline: float) -> bytes:
     """The next message, whole.
 
     Raises:
-        TimeoutError: it is not there by then.
+        TimeoutError: it has not arrived by the deadline.
         EOFError, OSError: the other end is closed.
-        ValueError: this is no message.
+        ValueError: the length before it cannot be that of a message.
     """
     (size,) = HEADER.unpack(_read(connection, HEADER.size, deadline))
     if not 0 <= size <= LARGEST_ANSWER:

@@ -4,11 +4,12 @@
             <── one JSON line (answer) ──  kills the program and all that it started: after each test, and once our
                                            parent closes its end of the input
 
-It runs no code of the program in its own process, and adopts orphans, so a daemon cannot get away. Standard library
-and the guard of environments alone. The program sees neither the expected output nor the parent's environment.
+This process runs no code of the program itself, and it adopts orphans, so a daemon cannot escape. It needs
+only the standard library and the guard of environments. The program sees neither the expected output nor the
+parent's environment.
 
 The answer: ``{"outcomes": [...]}``, for each test that ran ``passed``, ``failed``, ``timed_out``, ``too_much_output`` or
-``too_many_processes``; or ``{"error": ...}`` where the program could not be started.
+``too_many_processes``; or ``{"error": ...}`` if the program could not be started.
 """
 
 import contextlib
@@ -38,19 +39,19 @@ from tandem_worker.guard import (  # pyright: ignore[reportMissingImports]
 del sys.path[0]
 
 SPARE_OUTPUT = 2**20
-"""Bytes that a program may print beyond what is expected."""
+"""Bytes that a program may print beyond twice the length of the expected output."""
 LARGEST_FILE = 64 * 2**20
-"""Bytes of a file that a program writes."""
+"""Most bytes of a file that a program writes."""
 SHARED_MEMORY = 64 * 2**20
-"""Bytes of a program's /dev/shm, or its memory, if that is less."""
+"""Most bytes in a program's /dev/shm; the limit of its memory, if that is less."""
 OPEN_FILES = 128
 LOOK_EVERY_S = 0.05
-"""Between two counts of a program's processes."""
+"""Time between two counts of a program's processes."""
 PARENTS = {"none": 0, "namespaces": 1, "bubblewrap": 2}
-"""Processes of ours and of bubblewrap above a program."""
+"""Number of our and bubblewrap's processes above a program, by sandbox."""
 NOBODY = 65534
 SIZE_SINCE, NO_NAMESPACES_SINCE = [0, 7], [0, 8]
-"""Versions of bubblewrap that take --size and --disable-userns."""
+"""First versions of bubblewrap with --size, and with --disable-userns."""
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 16384, 1 << 18
@@ -59,7 +60,7 @@ SYSTEM_CALLS = {
     "x86_64": (0xC000003E, 41, (319, 29, 64, 68)),
     "aarch64": (0xC00000B7, 198, (279, 194, 190, 186)),
 }
-"""Of a machine: its AUDIT_ARCH; the numbers of socket, and of memfd_create, shmget, semget and msgget."""
+"""By machine: its AUDIT_ARCH; the numbers of socket, and of memfd_create, shmget, semget and msgget."""
 OWNER = 0
 """Descriptor of the pipe from our parent."""
 
@@ -70,8 +71,8 @@ class OwnerGone(Exception):
 
 def main():
     set_of_process(PR_SET_CHILD_SUBREAPER, 1)
-    # A program that forks without end must not keep this process from counting: it runs before all others, where it may
-    # (root's programs are those that no RLIMIT_NPROC stops). What it forks does not.
+    # A program that forks without end must not keep this process from counting, so it runs before all others
+    # if it may. Root may, and only root's programs escape RLIMIT_NPROC. The processes that it forks do not.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     try:
@@ -102,7 +103,7 @@ def run_tests(job):
         try:
             outcome, error = run_test(job, test, folder)
         finally:
-            with contextlib.suppress(RecursionError):  # our parent removes what is nested deeper
+            with contextlib.suppress(RecursionError):  # our parent removes what is nested too deep
                 shutil.rmtree(folder, ignore_errors=True)
         if error is not None:
             return {"error": error}
@@ -117,13 +118,13 @@ def run_test(job, test, folder):
     is_assertions = "code" in test
     source, expected = job["program"], "" if is_assertions else test["output"]
     proof = f"tandem {uuid.uuid4()}"
-    if is_assertions:  # the proof shows that the end was reached: exit(0) before it is no success
+    if is_assertions:  # the proof shows that the program reached its end: an earlier exit(0) is not a success
         source = f"{source}\n\n{test['code']}\n\n__import__('os').write(1, {proof.encode()!r})\n"
     with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
         file.write(source)
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
-    # The program has none of its ends: it cannot say that it was not started.
+    # The program gets neither end of this pipe, so it cannot claim that it was not started.
     status, status_writer = os.pipe()
     try:
         write_all(stdin, test.get("input", "").encode(errors="replace"))
@@ -154,16 +155,16 @@ def run_test(job, test, folder):
 
 
 def why_not_started(job, code, told, said):
-    """Why a program that is reported as ended was never started; None if it was started.
+    """Why a program was never started although its process has ended; None if it was started.
 
-    told: JSON lines of the forked process, {"error": ...}, and of bubblewrap, whose "exit-code" is that of a program which
-    it has started. said: the error output, which is bubblewrap's own before the program is started.
+    told: JSON lines of the forked process, {"error": ...}, and of bubblewrap, which gives an "exit-code" only
+    for a program that it started. said: the error output, which only bubblewrap writes before the start.
     """
     lines = [json.loads(line) for line in told.splitlines()]
     for line in lines:
         if "error" in line:
             return line["error"]
-    # Above 128 it was killed from outside the sandbox, whose processes cannot reach it.
+    # Above 128, bubblewrap was killed from outside the sandbox: no process inside can reach it.
     if job["sandbox"] == "bubblewrap" and 0 < code < 128 and not any("exit-code" in line for line in lines):
         words = said.decode(errors="replace").strip().splitlines()
         return words[0] if words else f"{job['bwrap']} ended with exit code {code}"
@@ -171,7 +172,7 @@ def why_not_started(job, code, told, said):
 
 
 def lines_of(text):
-    """The lines that are compared: blanks at their ends and lines at the end that are blank do not count."""
+    """The lines to compare, without blanks at their ends and without blank lines at the end of the text."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -187,7 +188,7 @@ def watch(pid, output, job, most_output):
     ended = os.pidfd_open(pid)
     try:
         poll = select.poll()
-        poll.register(OWNER, 0)  # the closing alone
+        poll.register(OWNER, 0)  # reports only that it was closed
         poll.register(output, select.POLLIN)
         poll.register(ended, select.POLLIN)
         printed, deadline, next_look = bytearray(), time.monotonic() + job["timeout_s"], 0.0
@@ -237,7 +238,7 @@ def processes_below(pid):
 
 def end_program(pid):
     """Kill the program and all that it started -> its exit code, 128 + number after a signal."""
-    with contextlib.suppress(ProcessLookupError):  # all at once: one that forks without end cannot get away
+    with contextlib.suppress(ProcessLookupError):  # all at once: one that forks without end cannot escape
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
@@ -251,8 +252,8 @@ def end_program(pid):
 
 
 def become_program(job, folder, stdin, output, errors, status):
-    """Set the limits, then replace this process with the program. It does not return. An error is written to ``status``, which the
-    start of the program closes."""
+    """Set the limits, then replace this process with the program. The function does not return. It writes an
+    error to ``status``, which closes when the program starts."""
     try:
         os.setsid()
         set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -311,18 +312,19 @@ def shared_memory_of(job):
 
 
 def refused_calls():
-    """A program of the kernel's packet filter that refuses, with EPERM, what no limit bounds: memory that is no process's own
-    (memfd_create, System V), and sockets with a path, by which a program could reach processes outside, SGLang's own among
-    them. A pair of sockets stays allowed. Empty for a machine whose numbers we do not know."""
+    """A seccomp filter for the calls whose effect no limit bounds. It refuses, with EPERM, memory that
+    belongs to no process (memfd_create, System V), and Unix sockets, through which a program could reach
+    processes outside, such as SGLang's. ``socketpair`` stays allowed. Empty for a machine whose call numbers
+    we do not know."""
     if os.uname().machine not in SYSTEM_CALLS:
         return b""
     architecture, make_socket, without_limit = SYSTEM_CALLS[os.uname().machine]
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     call_at, architecture_at, first_argument_at = 0, 4, 16
     allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050000 | errno.EPERM)
-    # (what is done, lines that are passed over if it holds, and if it does not, value)
+    # (operation, lines to skip if it holds, lines to skip if it does not, value)
     lines = [(load, 0, 0, architecture_at), (equal, 1, 0, architecture), refuse]
-    lines += [(load, 0, 0, call_at), (at_least, 0, 1, 0x40000000), refuse]  # the same calls by numbers of x32
+    lines += [(load, 0, 0, call_at), (at_least, 0, 1, 0x40000000), refuse]  # the same calls by x32 numbers
     for call in without_limit:
         lines += [(equal, 0, 1, call), refuse]
     lines += [(equal, 0, 3, make_socket), (load, 0, 0, first_argument_at)]
@@ -331,7 +333,8 @@ def refused_calls():
 
 
 def refuse_calls(filter_program):
-    """Of this process and all that it starts. Where the kernel takes no such filter, the other limits still hold."""
+    """Set the filter for this process and all that it starts. If the kernel does not take it, the other
+    limits still hold."""
     lines = ctypes.create_string_buffer(filter_program, len(filter_program))
     program = struct.pack("@HP", len(filter_program) // 8, ctypes.addressof(lines))
     with contextlib.suppress(OSError):
@@ -341,7 +344,7 @@ def refuse_calls(filter_program):
 
 def enter_namespaces(job):
     """Continue as nobody in new namespaces: no network, no process but the program's, and a /dev/shm that ends with it.
-    The kernel ends all of them with the first."""
+    When the first process of the namespaces ends, the kernel kills the others."""
     uid, gid, max_processes = os.getuid(), os.getgid(), job["max_processes"]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS):
@@ -354,14 +357,15 @@ def enter_namespaces(job):
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(content)
-    # Its files are in memory, which no limit of a process counts. Where it cannot be mounted, the rest still holds.
+    # Files in /dev/shm take memory that no limit of a process counts. If the mount fails, the other limits
+    # still hold.
     options = f"size={shared_memory_of(job)},mode=1777".encode()
     if not libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
         libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", MS_NOSUID | MS_NODEV, options)
-    # A program that may make namespaces may mount more of it.
+    # A program that can make namespaces could mount more of it.
     with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
-    # The kernel counts processes per namespace since Linux 5.14; before, the limit would be of all of the user's.
+    # Since Linux 5.14 the kernel counts processes per namespace; before, it counts all of the user's.
     if tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 14):
         resource.setrlimit(resource.RLIMIT_NPROC, (max_processes + 1, max_processes + 1))
     first = os.fork()
@@ -372,14 +376,15 @@ def enter_namespaces(job):
 
 
 def inside_bubblewrap(python_folders):
-    """Where a program finds its folder: /tmp, but where a Python below it would put folders there."""
+    """The path of a program's folder in the sandbox: /tmp, unless a Python below it is mounted there too."""
     is_taken = any(path.startswith("/tmp/") for path in python_folders)
     return "/program" if is_taken else "/tmp"
 
 
 def bubblewrap(job, folder, status):
-    """The beginning of the command: what a program has of this machine. Files of a tmpfs are in memory, which no limit of a
-    process counts: /dev/shm has a limit of its own, or, with a bubblewrap that knows none, takes no files."""
+    """The beginning of the command, which says what a program sees of this machine. Files of a tmpfs take
+    memory that no limit of a process counts. So /dev/shm has a size limit; if bubblewrap is too old for one,
+    it is read-only."""
     python_folders, version = job["python_folders"], job["bwrap_version"]
     inside = inside_bubblewrap(python_folders)
     shared_memory = (
@@ -403,7 +408,7 @@ def bubblewrap(job, folder, status):
         "--remount-ro",
         "/",
     ]
-    # A program that may make namespaces may mount more memory.
+    # A program that can make namespaces could mount more memory.
     options += ["--disable-userns"] if version >= NO_NAMESPACES_SINCE else []
     if refused := refused_calls():
         calls = os.memfd_create("calls", 0)

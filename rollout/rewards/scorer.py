@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_ERRORS = 20
 """Failures that are logged one by one; the metrics count all of them."""
 MOST_DEFAULT_WORKERS = 32
-"""Limit of the default: every worker is a separate Python process with all imports of the user's module."""
+"""Upper limit of the default. Each worker is a Python process with all imports of the user's module."""
 
 
 def check_reward(
@@ -60,7 +60,7 @@ def check_reward(
     Args:
         sample: gives a problem on which the user's function is tried. If it gives None, the function is only imported.
         tell: takes remarks on a usable reward.
-        field: the config's, for messages.
+        field: the reward's field of the config, for messages.
 
     Raises:
         ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
@@ -81,7 +81,7 @@ def check_reward(
             )
         elif part.type == "model" and part.text.type == "chat" and not part.text.tokenizer.is_dir():
             raise ValueError(
-                f"{name}.text.tokenizer={part.text.tokenizer} is no folder; name the folder of the reward model's tokenizer"
+                f"{name}.text.tokenizer={part.text.tokenizer} is not a folder; name the folder of the reward model's tokenizer"
             )
 
 
@@ -100,7 +100,8 @@ def _check_function(
 
 
 def may_read_rows(config: AnyReward) -> bool:
-    """Whether a part of the reward may read the record of a prompt: its source, the user's function, or tests of programs."""
+    """Whether a part of the reward may read a prompt's record: for its source, the user's function or tests
+    of programs."""
     return any(
         one.source is not None or one.reward.type in ("function", "code") for one in rewards_in(config)
     )
@@ -127,7 +128,7 @@ class Scorer:
     """Scores responses inside ``async with``. Entering checks that every reward model and judge answers, and that
     programs can be run.
 
-    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is the default
+    ``max_new_tokens`` is the longest response, for the overlong penalty. ``num_workers`` is the default
     number of processes of each part of type math_verify, function or code. A process scores one sample at a time,
     within ``timeout_s``. A late or dead process is killed and replaced. Start-up and the wait for a free process do
     not count towards ``timeout_s``.
@@ -228,7 +229,7 @@ class Scorer:
     ) -> Score:
         """The sum of the parts, each times its weight. ``num_tokens`` of the response include its end token.
 
-        ``parts`` of a single reward are its own. A weighted reward has each part's unweighted value under the
+        A single reward has its own ``parts``. A weighted reward has each part's unweighted value under the
         part's name, and the part's own parts as ``name/own``. A failed part counts 0 in ``value``, and ``error`` names
         the reason and the prompt: the sample is not scored. ``correct`` is True if the deciding part (see ``WeightedReward``) was
         scored with at least 1.

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_S = (0.2, 5.0)
 LONGEST_WAIT_S = 60.0
-"""Most of a server's ``Retry-After`` that is honoured."""
+"""A longer ``Retry-After`` of a server is cut to this."""
 MAX_FAILED_IN_A_ROW = 64
 REFUSED_ITEMS = frozenset({400, 413, 422})
 """HTTP statuses that blame the content of the request."""
@@ -51,8 +51,8 @@ class Refused(Exception):
 
 
 def key_of(variable: str | None, name: str) -> str | None:
-    """The key of the servers of the block ``name``, from an environment variable. Raises ValueError if it does not hold
-    one."""
+    """The key for the servers of the block ``name``, from an environment variable. Raises ValueError if the
+    variable holds none."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -62,17 +62,17 @@ def key_of(variable: str | None, name: str) -> str | None:
         )
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"{name}.api_key_variable={variable} holds characters that no header may have; export the key alone"
+            f"{name}.api_key_variable={variable} holds characters that an HTTP header cannot have; export only the key"
         )
     return key
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that the environment names for a server outside (``http_proxy``, ``https_proxy``, ``no_proxy``, in either case);
-    None: it is asked directly. Never for a host without a dot in its name, or of a private network: it is this machine or
-    another of the cluster.
+    """The proxy that the environment names for an outside server (``http_proxy``, ``https_proxy``,
+    ``no_proxy``, in either case); None: requests go to it directly. A host without a dot in its name, or in a
+    private network, never gets a proxy: it is this machine or another of the cluster.
 
-    Not by aiohttp's ``trust_env``, which would also send what ~/.netrc holds for the host.
+    aiohttp's ``trust_env`` is not used, because it would also send what ~/.netrc holds for the host.
     """
     address = urlsplit(url)
     host = address.hostname or ""
@@ -90,7 +90,7 @@ def _is_near(host: str) -> bool:
 
 
 class ServedReward:
-    """The servers of one reward; made and used inside one event loop, after ``start`` and until ``close``."""
+    """The servers of one reward. Made and used inside one event loop, between ``start`` and ``close``."""
 
     def __init__(
         self, config: ModelReward | JudgeReward, *, name: str, kind: str, suffix: str, fix: str
@@ -99,14 +99,14 @@ class ServedReward:
         Args:
             name: the config field that holds this reward, for messages.
             kind: what the servers are, for messages.
-            suffix: of the addresses, behind the config's own.
-            fix: the end of messages.
+            suffix: appended to each of the config's addresses.
+            fix: what to do, for the end of messages.
 
         Raises:
             ValueError: the key's variable is not set.
         """
         self._config, self._name, self._kind, self._fix = config, name, kind, fix
-        self._key = key_of(config.api_key_variable, name)  # the bearer of each request, never shown
+        self._key = key_of(config.api_key_variable, name)  # the bearer token of each request, never shown
         self._replicas = [Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
         self._places = asyncio.Semaphore(config.max_concurrency)
         self._requests = TasksToEnd()
@@ -127,7 +127,7 @@ class ServedReward:
 
     async def start(self) -> None:
         """Have every replica score one trial sample, before anything is sampled. Raises RewardModelError: a replica
-        does not, or its answer has no score."""
+        does not answer, or its answer has no score."""
         self._session = open_session(headers={"Authorization": f"Bearer {self._key}"} if self._key else None)
         scores = await asyncio.gather(*map(self._probe, self._replicas))
         for replica, score in zip(self._replicas, scores, strict=True):
@@ -156,7 +156,7 @@ class ServedReward:
         num_samples: int = 1,
         replicas: Sequence[Replica] | None = None,
     ) -> T:
-        """``parse(url, content)`` of the reply to ``body``, as JSON.
+        """Send ``body`` as JSON. Returns ``parse(url, content)`` of the reply.
 
         Raises:
             Refused: the server blames the content, or its reply is too large.
@@ -179,9 +179,7 @@ class ServedReward:
                     f"(max_retries={self._config.max_retries}): {failures}; {self._fix}"
                 )
             self.retries += 1
-            logger.warning(
-                "%s: attempt %d failed, another follows: %s", self._name, len(failures), failures[-1]
-            )
+            logger.warning("%s: attempt %d failed, trying again: %s", self._name, len(failures), failures[-1])
 
         return await request_with_retries(
             replicas or self._replicas, attempt, count_failure, num_samples=num_samples, backoff_s=BACKOFF_S
@@ -206,8 +204,8 @@ class ServedReward:
         raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix}")
 
     def _check_redirections(self, url: str, response: aiohttp.ClientResponse) -> None:
-        """Redirections on the same server that keep the request are good. aiohttp does not take the key to another server, and
-        some redirections become a GET. Raises RewardModelError."""
+        """Refuse a redirection to another server, to which aiohttp does not send the key, and one that makes
+        the request a GET. Raises RewardModelError."""
         servers = {answer.url.origin() for answer in (*response.history, response)}
         if len(servers) > 1 or response.method != "POST":
             raise self.wrong_form(url, f"redirects to {response.url}")

@@ -1,9 +1,9 @@
-"""A trial of the user's reward function before a run starts: import, and a call on each of two made responses.
+"""A trial of the user's reward function before a run starts: import, and calls on two made-up responses.
 
     this process: try_function ── trial_process.py ──> a worker (worker.py)
 
-A response can be unlike anything that a function expects: an exception on one of the two responses
-is a remark, on both an error. Errors for any response: a hang, a process that dies, a result that is no reward.
+A made-up response can be unlike anything that a function expects. So an exception on one of the two is only a
+remark; on both it is an error. A hang, a dead process or a result that is not a reward is always an error.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
-"""A process that tries the user's code before a run starts: the code cannot hang, end or print into this one.
+"""A process that tries the user's code before a run starts. The code cannot hang or end this process, or
+print into its output.
 
     this process: TrialProcess ── pipe ──> serve(descriptor, ...) of a module, in a fresh interpreter
 
 This process waits with a deadline and reports that it waits. It asks a late process for its current line, then
-kills it. Its guard kills it where this one is killed.
+kills it. If this process is killed, the guard kills the other one.
 """
 
 import json
@@ -25,7 +26,7 @@ from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 NO_BYTECODE = "-B"
 """A check leaves no __pycache__ next to the user's module."""
 MOST_READ = 2**16
-"""Bytes that are read of what a process has printed, which may be any number."""
+"""Most bytes that are read of a process's output, which may have any length."""
 
 
 class TrialProcess:
@@ -69,11 +70,11 @@ class TrialProcess:
             return json.loads(receive(self._connection, began + limit_s))
         except TimeoutError:
             raise ValueError(
-                f"{doing} wrote half of an answer, and no more within {limit}={limit_s:g}; {fix}"
+                f"{doing} wrote only a part of an answer within {limit}={limit_s:g}; {fix}"
             ) from None
         except (ValueError, RecursionError):
             raise ValueError(
-                f"{doing}: its process wrote what is no answer into our pipe; leave descriptors alone that it did not open"
+                f"{doing}: its process wrote something into our pipe that is not an answer; write only to descriptors that the code opened"
             ) from None
         except (EOFError, OSError):
             ending = how_it_ended(self._process.wait())
@@ -88,7 +89,7 @@ class TrialProcess:
             return True
 
     def _current_line(self) -> str:
-        """``, at rewards.py:3 in <module>``. faulthandler writes it even inside code that is not Python's."""
+        """``, at rewards.py:3 in <module>``. faulthandler writes it even while native code runs."""
         own, pid = f"/{self._module.replace('.', '/')}.py", server_pid(self._process)
         before = self._num_printed()
         if pid is not None:
@@ -111,5 +112,5 @@ class TrialProcess:
         return os.fstat(self._output.fileno()).st_size
 
     def _read_output(self, start: int) -> str:
-        """What was printed from there on, at most ``MOST_READ`` bytes of it."""
+        """At most ``MOST_READ`` bytes of the output, from byte ``start`` on."""
         return os.pread(self._output.fileno(), MOST_READ, max(0, start)).decode(errors="replace")

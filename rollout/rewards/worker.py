@@ -6,9 +6,9 @@
                               waits with a deadline                  imports the reward, then answers one job at a time
                               kills and replaces a late worker
 
-A worker is a fresh interpreter (no fork: the parent has threads and sockets) under a guard, as an environment's process
-is (``tandem_worker/guard.py``). The guard kills all that the worker started, orphans too, once the worker ends, or its
-parent does.
+A worker is a fresh interpreter, not a fork, because the parent has threads and sockets. Like the process of
+an environment it runs under a guard (``tandem_worker/guard.py``). When the worker or its parent ends, the
+guard kills all that the worker started, orphans included.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from rollout.servers.watched_process import how_it_ended
 from rollout.user_code import further_parameters
 
 START_TIMEOUT_S = 120.0
-"""Time for a worker to start and import the reward while all others may be starting; the config may set more."""
+"""Time for a worker to start and import the reward, even if all others start too; the config may set more."""
 STOP_TIMEOUT_S = 5.0
 """Time for a guard to end what it guards, and for the kernel to end a killed process."""
 BOOTSTRAP = (
@@ -63,8 +63,8 @@ class Job:
 
 
 Reply = tuple[Literal["ready", "failed", "score", "raised", "unusable"], Score | str | None]
-"""(event, score or message), which travels as JSON: the process runs code of the user's, and perhaps of a model, so that
-nothing of it is unpickled. ``unusable``: the function's result is no reward."""
+"""(event, score or message), sent as JSON. The process runs the user's code and perhaps a model's, so nothing
+that it sends is unpickled. ``unusable``: the function's result is not a reward."""
 
 
 class WorkerStartError(RuntimeError):
@@ -72,7 +72,7 @@ class WorkerStartError(RuntimeError):
 
 
 class NoAnswer(Exception):
-    """What a process wrote is no answer."""
+    """What a process wrote is not an answer."""
 
 
 def serve(descriptor: int, reward: str) -> None:
@@ -95,7 +95,7 @@ def serve(descriptor: int, reward: str) -> None:
                 except EOFError:  # the parent closed the pipe, or is gone
                     return
                 reply = _score_job(function, job, runner)
-                # The function may have forked. The reply of its child would be taken for the next sample's.
+                # The function may have forked. Its child's reply would be read as the next sample's.
                 if os.getpid() != own_pid:
                     os._exit(0)
                 _reply(connection, reply)
@@ -137,8 +137,8 @@ def start_process(
     output: int,
     options: Sequence[str] = (),
 ) -> tuple[subprocess.Popen, Connection]:
-    """The guard of a process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of the pipe to the process,
-    for ``pipe.py``.
+    """Start a process that runs ``serve(descriptor, *arguments)`` of ``module`` under a guard. Returns the
+    guard and our end of the pipe to the process, for ``pipe.py``.
 
     Args:
         output: descriptor for all that the process prints.
@@ -157,11 +157,11 @@ def start_process(
 
 
 class WorkerPool:
-    """Workers of one reward, whose processes start on first use; a thread waits for each busy one."""
+    """Workers of one reward. Their processes start on first use. A thread waits for each busy worker."""
 
     def __init__(self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float) -> None:
         self._workers = [_Worker(reward, timeout_s, start_timeout_s) for _ in range(num_workers)]
-        # The last worker used is the next one, so that no more start than are busy at once.
+        # The worker used last is used next, so no more processes start than are busy at once.
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -191,8 +191,8 @@ class WorkerPool:
 
 
 class AnsweringProcess:
-    """A process that answers questions, and our end of its pipe. The first question starts it, and the first after it was
-    lost. Several threads may ask."""
+    """A process that answers questions, and our end of its pipe. The first question starts the process. After
+    a loss the next question starts another. Several threads may ask."""
 
     def __init__(
         self, name: str, module: str, *arguments: str, timeout_s: float, start_timeout_s: float
@@ -203,23 +203,23 @@ class AnsweringProcess:
         self._asking = threading.Lock()
         """Held by the thread that asks or starts: one question at a time."""
         self._lock = threading.Lock()
-        """Keeps ``close`` and a start apart. Nobody waits for the process while holding it."""
+        """Keeps ``close`` and a start apart. No thread waits for an answer while it holds this lock."""
         self._is_closed = False
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of its guard."""
+        """The process id of its guard."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Raises WorkerStartError."""
+        """Start the process now, before the first question. Raises WorkerStartError."""
         with self._asking:
             self._running()
 
     def close(self) -> None:
-        """End the process, for good. A thread that waits for it sees its end, and cleans up."""
+        """End the process for good. A thread that waits for its answer sees its end and cleans up."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
@@ -236,7 +236,7 @@ class AnsweringProcess:
         Raises:
             WorkerStartError: the process cannot be started.
             TimeoutError: it did not answer in time, and was killed.
-            EOFError: it ended meanwhile, or what it wrote is no answer, and it was killed; the message says which.
+            EOFError: it ended, or it was killed because it wrote something else; the message says which.
             CancelledError: it was closed.
         """
         with self._asking:
@@ -282,7 +282,7 @@ class AnsweringProcess:
         try:
             return self._decode(receive(connection, deadline))
         except (ValueError, RecursionError) as error:
-            raise NoAnswer("wrote what is no answer into its pipe, and was killed") from error
+            raise NoAnswer("wrote something into its pipe that is not an answer, and was killed") from error
 
     def _end(self) -> None:
         """Kill and reap the process, if there is one; the next question starts another."""
@@ -336,11 +336,12 @@ class _Worker(AnsweringProcess):
 
 
 def end_tree(process: subprocess.Popen) -> None:
-    """Kill a process of ours and all its descendants, and reap it. A guard does so itself, with the orphans among them."""
+    """Kill a process of ours with all its descendants, and reap it. A guard kills its descendants itself,
+    orphans included."""
     if process.stdin is not None:
         process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=STOP_TIMEOUT_S)
-    if process.poll() is None:  # else its number may be another's
+    if process.poll() is None:  # otherwise its id may belong to another process
         kill_tree(process.pid)
     process.wait(timeout=STOP_TIMEOUT_S)

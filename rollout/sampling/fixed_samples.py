@@ -153,7 +153,7 @@ def _last_logprobs(reply: dict, ids: list[int], count: int, vocab_size: int) -> 
     triples = reply["meta_info"]["input_token_logprobs"]
     if [token for _, token, *_ in triples] != [token if token < vocab_size - 1 else 0 for token in ids]:
         raise GenerationError(
-            f"the server gave prefill log-probs of other tokens than the {len(ids)} it was asked for ({len(triples)})"
+            f"the server gave prefill log-probs of {len(triples)} tokens, which are not the {len(ids)} tokens of the request"
         )
     return finite_logprobs(triples[-count:]).tolist()
 

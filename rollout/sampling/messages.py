@@ -231,7 +231,7 @@ def decode_reply(content: bytes | memoryview) -> Reply:
         trajectories = joined(sent.columns, aligned(content[-(-end // ALIGNMENT) * ALIGNMENT :]))
         return _with_groups(sent.reply, _grouped(sent.groups, trajectories))
     except ValueError as error:
-        raise msgspec.DecodeError(f"no groups of a message: {error}") from error
+        raise msgspec.DecodeError(f"the groups of a reply cannot be read: {error}") from error
 
 
 def _with_groups(reply: Groups | Evaluated, groups: list[Group]) -> Groups | Evaluated:

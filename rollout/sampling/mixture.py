@@ -1,8 +1,8 @@
 """The order of a mixture: prompts of several sources in the shares of their weights. The order is an endless row of places.
 Each epoch takes the next n:
 
-    round     a fixed row of sources. A source has as many places in it as its weight in smallest whole numbers. The same
-              round repeats, without regard to epochs
+    round     a fixed row of sources. With the weights as the smallest whole numbers, a source has as many places in
+              it as its weight. The same round repeats, whatever the epochs
     pass      a permutation of a source's prompts, by the seed and the number of the pass. The places of a source take its
               passes one after another
 """
@@ -37,7 +37,7 @@ def mixture_order(config: MixtureOrder, sources: Sequence[str], *, seed: int) ->
     for name, of_source in indices.items():
         if not of_source:
             raise ValueError(
-                f"no prompt of the source {name!r} is left, but sampler.weights names it; remove it, or give prompts of it"
+                f"no prompt of the source {name!r} is left, but sampler.weights names it; remove it, or add prompts of it"
             )
     in_round = source_round([*turns.values()])
 
@@ -58,9 +58,10 @@ def mixture_order(config: MixtureOrder, sources: Sequence[str], *, seed: int) ->
 def source_round(turns: Sequence[int]) -> np.ndarray:
     """Numbers of the sources in the order of a round, in which source i has ``turns[i]`` places.
 
-    With w its share of the round, each source has ⌊t·w⌋ to ⌈t·w⌉ of the first t places. Its place j must therefore be in
-    [⌊j / w⌋, ⌈(j + 1) / w⌉). All windows can be kept at once: spreading each source evenly over time keeps them in
-    fractions, and serving the earliest end first then keeps them in whole places (Baruah et al. 1996, proportionate progress).
+    A source with the share w of the round has ⌊t·w⌋ to ⌈t·w⌉ of the first t places. Its place j must
+    therefore be in [⌊j / w⌋, ⌈(j + 1) / w⌉). All windows can be kept at once: spreading each source evenly
+    over time keeps them in fractions, and serving the earliest end first then keeps them in whole places
+    (Baruah et al. 1996, proportionate progress).
     """
     total = sum(turns)
     given, result = [0] * len(turns), np.empty(total, np.int32)

@@ -100,8 +100,8 @@ def serve(descriptor: int) -> None:
 
 
 def _attempt(what: str, fields: Mapping[str, Any], row: Mapping[str, Any] | None) -> None:
-    """what: "import" or "call", on made data. fields: of the function. row: the first record of the data. Raises
-    ValueError if the function cannot be used, or breaks its contract."""
+    """what: "import" or "call", on made-up data. fields: of the function. row: the first record of the data.
+    Raises ValueError if the function cannot be used, or breaks its contract."""
     own = TypeAdapter(OwnFunction).validate_python(fields)
     function = load(own)
     if what == "import":

@@ -36,9 +36,9 @@ def step_end(start: int, count: int, max_rounds: int, lacks_signal: Sequence[boo
 
         N_1 = count,  N_(r+1) = count + (groups without signal among the first N_r),  end = start + N_max_rounds
 
-    Rounds in which each replaces the groups that lacked a signal in the one before would sample as many groups. A group
-    that is not finished counts as one with signal (``lacks_signal`` False, or left out), so the end can only
-    grow as groups finish. All groups before it belong to this step or an earlier one in any case.
+    Rounds, each of which replaces the groups without signal of the round before, would sample as many groups.
+    A group that is not finished counts as one with signal (``lacks_signal`` False, or left out), so the end
+    can only grow as groups finish. All groups before it belong to this step or an earlier one in any case.
     """
     end = start + count
     for _ in range(max_rounds - 1):

@@ -2,9 +2,9 @@
 
 SGLang 0.5.23 accepts less than the positions of the model and the size of its KV pool. With L the smaller of the two, it
 refuses a prompt of L - 6 tokens or more, and it cuts a sequence off at L - 2 (``max_req_len`` and ``max_req_input_len`` in
-managers/tp_worker.py, ``init_req_max_new_tokens`` in managers/scheduler.py). It reserves two pages of a pool in pages of P
-tokens, one of them for a prompt's last page (``max_new_tokens_for_memory`` in mem_cache/allocator/base.py); a request
-that needs the last page waits forever.
+managers/tp_worker.py, ``init_req_max_new_tokens`` in managers/scheduler.py). If the pool has pages of P tokens, it
+reserves two of them, one for a prompt's last page (``max_new_tokens_for_memory`` in mem_cache/allocator/base.py). A
+request that needs the last page waits forever.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from configs.schema.task import FileTask
 PromptsOf = Literal["training", "held-out"]
 
 BEHIND_SEQUENCE = 2
-"""Places that a server keeps free behind a whole sequence."""
+"""Places that a server keeps free after a whole sequence."""
 BEHIND_PROMPT = 7
-"""Places that a server keeps free behind a prompt."""
+"""Places that a server keeps free after a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class PromptRoom:
     within: str
     """Names and values of the limits."""
     fixes: str
-    """Further ways out."""
+    """Further fixes, for the message."""
     max_new_tokens: int
 
     def too_long(self, prompt_name: str, num_tokens: int) -> str:

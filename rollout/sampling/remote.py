@@ -151,7 +151,7 @@ class RemoteSampler:
             raise SamplingError(f"the sample role failed: {reply.message}")
         if not isinstance(reply, expected):
             raise SamplingError(
-                f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?"
+                f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of the same version?"
             )
         return reply
 

@@ -153,8 +153,8 @@ async def run_sample_role(
 
 
 def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None:
-    """The sampler's limits for training samples. None: they come from the full distribution, as evaluation samples always
-    do."""
+    """The limits on the distribution of training samples. None: they come from the full distribution, as
+    evaluation samples always do."""
     if not rollout.is_truncated:
         return None
     return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)
@@ -185,7 +185,7 @@ def task_that_fits(task: Task, config: RunConfig, *, max_positions: int) -> Task
 
     Raises:
         ValueError: the config does not allow leaving such prompts out, or all prompts are too long. The message has the
-            longest of them, its length, the limits and the fix.
+            longest prompt, its length, the limits and the fix.
     """
     fitting = partial(_fitting, config, max_positions)
     train = fitting("training", task.train)
@@ -226,7 +226,7 @@ async def serve(
 ) -> None:
     """Answer requests on a free port, one at a time, until Stop. The answer to a failed request is a Failure.
 
-    Only a learner that proves ``key`` gets an answer; None, for tests alone: any client does. ``doing`` is
+    Only a learner that proves ``key`` gets an answer. None, only in tests: any client gets one. ``doing`` is
     called with each request, and with the wait for the next one.
     """
     context = zmq.asyncio.Context()

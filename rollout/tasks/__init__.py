@@ -1,4 +1,4 @@
-"""Tasks, the sources of problems. ``load_task`` is the one entrance."""
+"""Tasks, the sources of problems. ``load_task`` is the entry point."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,11 @@ def load_task(
     keep_rows: bool = False,
     source_field: str | None = None,
 ) -> Task:
-    """The prompts of a task, for training and held out. ``keep_rows``: with their whole records, for the user's
-    reward. ``source_field``: those to train on with this field at least, which names their source. Raises ValueError: a
-    file, a line or the tokenizer cannot be used; the message names it and the fix."""
+    """The prompts of a task, for training and held out.
+
+    keep_rows: keep their whole records, for the user's reward. source_field: keep at least this field of
+    training records, which names their source.
+    Raises ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix."""
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
     return load_file_task(
@@ -49,7 +51,7 @@ def load_task(
 def first_problem(config: TaskConfig, of: tuple[str, str] | None = None) -> Problem:
     """The first problem to train on, with its record, without a tokenizer.
 
-    of: (a field, its value as text): the first whose record has this value.
-    Raises ValueError as ``load_task``, and where there is none.
+    of: (a field, its value as text): the first problem whose record has this value.
+    Raises ValueError as ``load_task`` does, and if there is no such problem.
     """
     return first_countdown_problem(config) if isinstance(config, CountdownTask) else first_in_file(config, of)

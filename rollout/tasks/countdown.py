@@ -196,7 +196,7 @@ def _apply(operator: str, a: int, b: int) -> int:
 
 @lru_cache(maxsize=16384)
 def _ways_to_reach(numbers: Numbers, value: int, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
-    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and the cumulated
+    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and the cumulative
     counts of these expressions."""
     ways, counts = [], []
     for left, right in splits(numbers):
@@ -244,7 +244,7 @@ def num_expressions(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> int
 
 @lru_cache(maxsize=8192)
 def _outermost_steps(numbers: Numbers, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
-    """Outermost steps (left, operator, right) of the expressions of these kinds, and the cumulated counts of
+    """Outermost steps (left, operator, right) of the expressions of these kinds, and the cumulative counts of
     these expressions."""
     steps = [(left, operator, right) for left, right in splits(numbers) for operator in _operators(kinds)]
     counts = [
@@ -324,9 +324,9 @@ def generate_sft_examples(
     """``count`` pairs (prompt text, answer text) of random training problems.
 
     With probability ``noise`` an answer is a wrong expression of the same numbers, which leaves RL something
-    to improve; otherwise it is a solution. Either is drawn uniformly among the distinct tidy ones: a small
-    model that need not learn all orders of a sum learns more arithmetic from as many examples. The seed
-    decides everything. ``noise`` above 0 needs two numbers or more: one number has no wrong expression.
+    to improve; otherwise it is a solution. Both are drawn uniformly from the distinct tidy ones: a small
+    model that need not learn all orders of a sum learns more arithmetic from the same number of examples. The
+    seed decides everything. ``noise`` above 0 needs two numbers or more: one number has no wrong expression.
 
     Raises ValueError: there is no training problem.
     """

@@ -105,14 +105,15 @@ class _Form:
     """How the records of a file are read."""
 
     fields: tuple[str, ...]
-    """The names of prompt and answer, or response; or one that holds a conversation of both."""
+    """Names of the fields of prompt and answer, or prompt and response; or of one field that holds a
+    conversation of both."""
     tools_field: str | None = None
     to_reference: Callable[[str], str] | None = None
-    """Makes a reference of an answer; None: it is the response of a supervised pair."""
+    """Turns an answer into a reference. None: the second field is the response of a supervised pair."""
     has_template: bool
     has_system_prompt: bool = False
     learns_all_turns: bool = False
-    """Of a whole conversation, all of the assistant's messages are responses to learn, not the last one alone."""
+    """In a conversation all of the assistant's messages are responses to learn, not only the last one."""
 
 
 def _form_of(config: Gsm8kTask | JsonlTask) -> _Form:
@@ -142,7 +143,7 @@ def _build_problems(
     problems, counts = [], Counter()
     kept_fields = () if source_field is None else (source_field,)
     sources: dict[str, dict[str, str]] = {}
-    # Public files hold the same problem a hundred times: its hash is computed, and its text kept, once.
+    # Public files hold the same problem a hundred times. Its hash is computed and its text is kept once.
     digests: dict[tuple[str, str], str] = {}
     for number, prompt, reference, record in _read_fields(
         path, form, keep_rows=keep_rows, kept_fields=kept_fields
@@ -155,12 +156,12 @@ def _build_problems(
             if messages is None:
                 digests[text, reference] = digest
         counts[digest] += 1
-        # Repeated problems are prompts of their own.
+        # A repeated problem is a separate prompt.
         prompt_id = f"{task}:{digest}" + (f"#{counts[digest]}" if counts[digest] > 1 else "")
         row = record if keep_rows else None
         if source_field is not None:
             source = _checked_field(path, number, record, source_field, source_name)
-            row = row or sources.setdefault(source, {source_field: source})  # one for all of a source
+            row = row or sources.setdefault(source, {source_field: source})  # one for all of the source
         problems.append(
             Problem(
                 prompt_id=prompt_id,
@@ -176,7 +177,7 @@ def _build_problems(
 
 
 def _parts_of(prompt: DataPrompt) -> tuple[str, Messages | None, tuple[Mapping[str, Any], ...]]:
-    """What rewards read, and messages and tools, as far as there are."""
+    """(the text that rewards read, the messages if the prompt is a conversation, its tools)."""
     if isinstance(prompt, str):
         return prompt, None, ()
     tools = prompt.tools if isinstance(prompt, WithTools) else ()
@@ -210,14 +211,14 @@ def survey_task_file(
 
     An unchanged file is not read again. ``progress`` makes a ``Progress`` for a file.
 
-    Raises ValueError: see ``load_file_task``; one for all broken lines, see ``all_together``.
+    Raises ValueError: see ``load_file_task``. One error is for all broken lines, see ``all_together``.
     """
     return _read_survey(path, _file_version(path), _form_of(config), progress)
 
 
 def survey_pairs(data: JsonlSftData, *, progress: ProgressOf | None = None) -> Survey:
-    """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``; one for all broken lines, see
-    ``all_together``."""
+    """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``. One error is for
+    all broken lines, see ``all_together``."""
     return _read_survey(data.path, _file_version(data.path), _form_of_pairs(data), progress)
 
 
@@ -232,7 +233,8 @@ def _file_version(path: Path) -> tuple[int, ...]:
 
 @lru_cache(maxsize=MOST_SURVEYS)
 def _read_survey(path: Path, _: tuple[int, ...], form: _Form, progress: ProgressOf | None) -> Survey:
-    """The length of a supervised pair (no ``to_reference``) counts both texts, that of a problem the prompt."""
+    """The length of a supervised pair (no ``to_reference``) is that of both texts; the length of a problem,
+    that of the prompt."""
     count = longest_bytes = 0
     # A heap: (bytes, -number, prompt, text), the shortest first.
     kept: list[tuple[int, int, DataPrompt, str | Message]] = []
@@ -286,10 +288,10 @@ def _is_of(record: dict, of: tuple[str, str] | None) -> bool:
 
 
 def first_in_file(config: Gsm8kTask | JsonlTask, of: tuple[str, str] | None) -> Problem:
-    """The first training problem, with its record; the file is read no further.
+    """The first training problem, with its record. The rest of the file is not read.
 
-    of: (a field, its value as text): the first one with this value.
-    Raises ValueError: see ``load_file_task``; also where there is none.
+    of: (a field, its value as text): the first problem whose record has this value.
+    Raises ValueError: see ``load_file_task``; also if there is no such problem.
     """
     form = _form_of(config)
     problems = _read_fields(config.train_path, form, keep_rows=True)
@@ -325,8 +327,8 @@ def _read_fields(
     kept_fields: tuple[str, ...] = (),
     refuse: Refuse = at_once,
 ) -> Iterator[tuple[int, DataPrompt, Any, dict]]:
-    """(number, prompt, reference of the second or response, record) of each record, which has the needed fields at least.
-    ``refuse`` gets the error of each that cannot be used."""
+    """(number, prompt, reference or response, record) of each usable record. ``record`` has at least the
+    needed fields. ``refuse`` gets the error of each unusable one."""
     first_field, second_field = form.fields[0], form.fields[-1]
     are_texts = len(form.fields) == 2 and form.tools_field is None
     needed = [*form.fields, *([form.tools_field] if form.tools_field else [])]
@@ -392,8 +394,8 @@ def _field_value(record: dict, field: str) -> Any:
 
 
 def _parquet_value(record: dict, field: str) -> Any:
-    """Without null fields of objects in it: parquet gives each object of a column the fields of all, and so a call of one tool the
-    arguments of all tools."""
+    """The value without null fields of objects in it. Parquet gives each object of a column the fields of all
+    objects, so a call of one tool would have the arguments of all tools."""
     return _without_nulls(_field_value(record, field))
 
 
@@ -406,11 +408,11 @@ def _without_nulls(value: Any) -> Any:
 def check_field(
     path: Path, field: str, check: Callable[[Any], object], *, of: tuple[str, str] | None = None
 ) -> None:
-    """Have ``check`` look at a field of every record of a file, in order.
+    """Call ``check`` with a field of every record of a file, in order.
 
-    of: (another field, its value as text): only of records with this value.
-    Raises ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line. It is
-    one for all such records, see ``all_together``.
+    of: (another field, its value as text): only for records with this value.
+    Raises ValueError: see ``read_records``; also for a missing field or an error of ``check``, with the line.
+    One error is for all such records, see ``all_together``.
     """
     roots = {name.split(".")[0] for name in (field, *(of or ())[:1])}
     with all_together() as refuse:
@@ -424,7 +426,7 @@ def check_field(
 
 
 def _checked_field(path: Path, number: int, record: dict, field: str, check: Callable[[Any], T]) -> T:
-    """What ``check`` makes of the field."""
+    """The result of ``check`` for the field; an error names the record's place."""
     try:
         value = _field_value(record, field)
     except ValueError as error:

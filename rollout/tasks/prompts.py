@@ -2,8 +2,9 @@
 
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
 
-A single message of the user is its text. Other fields of a message (``tool_calls``, ``name``) reach the chat template as
-they are; what the template makes of the roles is checked before a start (``launch/checks/conversations.py``).
+A single message of the user is its text. Other fields of a message (``tool_calls``, ``name``) reach the chat
+template unchanged. A check before a start renders the roles with the template
+(``launch/checks/conversations.py``).
 
 A response to learn is a text, or the assistant's message, which the template renders. A record may have prompt and response
 as one conversation, and the tools that the template renders.
@@ -25,11 +26,12 @@ _FORM = '{"role": ..., "content": ...}'
 def text_of(value: Any, field: str, *, numbers: bool = True) -> str:
     """The value as text. Raises ValueError: it is neither text nor a number, is empty, or no tokenizer reads it.
 
-    numbers: whether a number is as good as text. No prompt is one: the config names the wrong field, such as an id.
+    numbers: whether a number counts as text. A prompt is never a number: the config then names the wrong
+    field, such as an id.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"field `{field}` is {value}, no finite number; correct or drop the record")
+            raise ValueError(f"field `{field}` is {value}, not a finite number; correct or drop the record")
         if not numbers:
             raise ValueError(
                 f'field `{field}` is the number {value}, not text; write it as text ("{value}"), or name the field of the prompt '
@@ -53,10 +55,11 @@ def text_of(value: Any, field: str, *, numbers: bool = True) -> str:
 
 
 def prompt_of(value: Any, field: str, *, has_template: bool, has_system_prompt: bool) -> str | Messages:
-    """A text, or several messages that the model is to answer.
+    """A text, or several messages for the model to answer.
 
-    Raises ValueError: it is neither; its roles are unknown, or the last is the model's; a content is no text; without a
-    chat template, it is more than a text; or it has a system message, and so has every prompt (``has_system_prompt``).
+    Raises ValueError: the value is neither; a role is unknown; the last message is the model's; a content is
+    not text; it is a conversation, but there is no chat template; or it has a system message, but the config
+    sets one for every prompt (``has_system_prompt``).
     """
     if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
         if isinstance(value, list):
@@ -74,16 +77,16 @@ def prompt_of(value: Any, field: str, *, has_template: bool, has_system_prompt: 
     named = f"field `{field}` is a conversation of {', '.join(roles)}"
     if roles[-1] not in ANSWERED:
         raise ValueError(
-            f"{named}, which ends with a message of the role {roles[-1]}; end it with the one that the model is to answer, of the role "
+            f"{named}, which ends with a message of the role {roles[-1]}; end it with the message to answer, of the role "
             f"{' or '.join(ANSWERED)}"
         )
     if not has_template:
         raise ValueError(
-            f"{named}, which a chat template alone can render; set apply_chat_template: true, or write the prompt as one text"
+            f"{named}, which only a chat template can render; set apply_chat_template: true, or write the prompt as one text"
         )
     if has_system_prompt and "system" in roles:
         raise ValueError(
-            f"{named}, and task.system_prompt is a system message too; remove task.system_prompt, or the system messages of the data"
+            f"{named}, and task.system_prompt adds another system message; remove task.system_prompt, or the system messages of the data"
         )
     return tuple(_message_of(message, f"{field}[{place}].content") for place, message in enumerate(value))
 
@@ -95,11 +98,11 @@ def response_of(value: Any, field: str, *, has_template: bool) -> str | Message:
     if len(value) != 1 or not isinstance(value[0], dict) or value[0].get("role") != "assistant":
         raise ValueError(
             f"field `{field}` is a list, but not of one message of the role assistant; put earlier turns into the prompt, and "
-            "each turn to learn into a record of its own"
+            "each turn to learn into a separate record"
         )
     if not has_template:
         raise ValueError(
-            f"field `{field}` is a message, which a chat template alone can render; set apply_chat_template: true, or write the "
+            f"field `{field}` is a message, which only a chat template can render; set apply_chat_template: true, or write the "
             "response as a text"
         )
     return _response_message(value[0], f"{field}[0].content")
@@ -108,7 +111,7 @@ def response_of(value: Any, field: str, *, has_template: bool) -> str | Message:
 def _response_message(given: dict[str, Any], field: str) -> Message:
     message = _message_of(given, field)
     if not message.get("tool_calls"):
-        text_of(message["content"], field)  # which is not empty
+        text_of(message["content"], field)  # raises if it is empty
     return message
 
 
@@ -116,9 +119,7 @@ def turns_of(value: Any, field: str, *, learns_all: bool = False) -> tuple[str |
     """Prompt and response of a whole conversation, which ends with the response. ``learns_all``: the assistant's messages in
     the prompt are responses to learn too. Raises ValueError."""
     if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
-        raise ValueError(
-            f"field `{field}` must be messages {_FORM}, of which the last is the response to learn"
-        )
+        raise ValueError(f"field `{field}` must be messages {_FORM}, the last one the response to learn")
     roles = [message.get("role") for message in value]
     named = f"field `{field}` is a conversation of {', '.join(map(str, roles))}"
     if roles[-1] != "assistant":
@@ -139,7 +140,8 @@ def turns_of(value: Any, field: str, *, learns_all: bool = False) -> tuple[str |
 
 
 def with_tools(prompt: str | Messages, value: Any, field: str) -> DataPrompt:
-    """The prompt with its tools, a list of JSON schemas or the JSON of one; null or empty: none. Raises ValueError."""
+    """The prompt with its tools: a list of JSON schemas, or its JSON; null or an empty list: no tools. Raises
+    ValueError."""
     tools = value
     if isinstance(value, str):
         try:
@@ -161,10 +163,10 @@ def _message_of(given: dict[str, Any], field: str) -> Message:
     content = given.get("content")
     if content is None and given.get("tool_calls"):
         content = ""  # OpenAI's form of a turn that only calls tools
-    # A blank text is as good as none, but for the user's.
+    # A content may be blank, except the user's.
     if not isinstance(content, str) or content.strip() or given["role"] == "user":
         content = text_of(content, field, numbers=False)
-    # A parquet file has every field in every message.
+    # In a parquet file every message has all fields, and null in unused ones.
     others = {name: value for name, value in given.items() if value is not None and name != "content"}
     return {**others, "content": sys.intern(content)}
 
@@ -180,7 +182,7 @@ def plain_text(prompt: DataPrompt) -> str:
 
 
 def as_json(prompt: DataPrompt | Message) -> str:
-    """The same for the same prompt; no shorter than its text. A text is itself."""
+    """The prompt as JSON: equal for equal prompts, and no shorter than the text. A text stays as it is."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, WithTools):
@@ -189,7 +191,8 @@ def as_json(prompt: DataPrompt | Message) -> str:
 
 
 def shape_of(prompt: DataPrompt) -> tuple[tuple[str, ...], ...]:
-    """What decides whether a template takes the conversation: roles, names of further fields, and whether there are tools."""
+    """What decides whether a template accepts the conversation: roles, names of further fields, and whether
+    there are tools."""
     roles = (
         (message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages_of(prompt)
     )

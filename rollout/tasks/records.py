@@ -17,15 +17,15 @@ PARQUET_SUFFIXES = (".parquet",)
 Record = tuple[int, dict]
 """(number of the line or row, from 1; fields)."""
 Progress = Callable[[float], None]
-"""Takes, now and then, the share of a file that has been read."""
+"""Gets, now and then, the share of a file that has been read."""
 ProgressOf = Callable[[Path], AbstractContextManager[Progress]]
-"""Gives the progress of a file, while it is read."""
+"""Makes a context for the reading of a file, which gives the file's ``Progress``."""
 
 Refuse = Callable[[ValueError], object]
-"""Takes the error of a record that cannot be used: raises it, or keeps it, and the record is skipped."""
+"""Gets the error of an unusable record. It raises the error, or keeps it; the record is then skipped."""
 
 MOST_TOLD = 5
-"""So many of a file's bad records are told one by one, and the others are counted."""
+"""Bad records of a file that a message names one by one. It only counts the others."""
 FIX_OF_ALL = "correct these records, or remove them"
 _LINES_BETWEEN_REPORTS = 16384
 _ROWS_AT_ONCE = 4096
@@ -55,9 +55,10 @@ def at_once(error: ValueError) -> NoReturn:
 
 @contextmanager
 def all_together() -> Iterator[Refuse]:
-    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError has the first ``MOST_TOLD`` of them, each on a
-    separate line, and how many more there are. Its text is "errors; fix". If the errors have several fixes, each stands
-    behind its error, and the last one is for all."""
+    """Yields a ``Refuse`` that keeps the errors. At the end it raises one ValueError, if there are any, with
+    the first ``MOST_TOLD`` of them, each on a separate line, and the number of further ones. Its text is
+    "errors; fix". If the errors have several fixes, each fix stands after its error, and ``FIX_OF_ALL`` at
+    the end."""
     told, count = list[str](), 0
 
     def keep(error: ValueError) -> None:
@@ -85,10 +86,10 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
 
-    roots: the needed fields. Others are not read if the file stores fields apart and has all of ``roots``.
-    refuse: gets the error of each line that is no JSON object.
+    roots: the needed fields. A parquet file that has all of them is read without its other fields.
+    refuse: gets the error of each line that is not a JSON object.
 
-    Raises ValueError: the file is missing, unreadable or of another kind.
+    Raises ValueError: the file is missing, unreadable or of another type.
     """
     path = Path(path)
     try:
@@ -119,7 +120,7 @@ def _refuse_other_kinds(path: Path, start: bytes) -> None:
         if path.suffix == ".json":
             hint = "write each record of its array as a line (`jq -c '.[]'`)"
         suffixes = ", ".join(LINE_SUFFIXES + PARQUET_SUFFIXES)
-        raise ValueError(f"data file {path} is of no known kind; its name must end in {suffixes}: {hint}")
+        raise ValueError(f"data file {path} is of an unknown type; its name must end in {suffixes}: {hint}")
 
 
 def _read_lines(path: Path, progress: Progress | None, refuse: Refuse) -> Iterator[Record]:
@@ -134,7 +135,7 @@ def _read_lines(path: Path, progress: Progress | None, refuse: Refuse) -> Iterat
                 try:
                     record = _decode_leniently(line, path, number)
                 except ValueError as error:
-                    if _begins_array(number, line):  # and so does every other line fail
+                    if _begins_array(number, line):  # every other line would fail too
                         raise
                     refuse(error)
             if type(record) is dict:
@@ -149,8 +150,8 @@ def _begins_array(number: int, line: bytes) -> bool:
 
 
 def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
-    """Python's own reader also accepts a byte order mark, NaN and lone surrogates. Raises ValueError naming
-    the line."""
+    """Decode a line with Python's own reader, which also accepts a byte order mark, NaN and lone surrogates.
+    Raises ValueError, which names the line."""
     try:
         record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -164,7 +165,7 @@ def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
     except ValueError as error:
         fix = "each line must be one JSON object; correct or remove it"
         if _begins_array(number, line):
-            fix = "each line must be one JSON object; `jq -c '.[]'` makes lines of an array"
+            fix = "each line must be one JSON object; `jq -c '.[]'` turns an array into lines"
         raise ValueError(f"{place(path, number)}: not valid JSON ({error}); {fix}") from error
     if type(record) is not dict:
         raise ValueError(
@@ -174,7 +175,7 @@ def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
 
 
 def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str]) -> Iterator[Record]:
-    import pyarrow  # imported here, because it takes a second and JSONL needs none of it
+    import pyarrow  # imported here, because it takes a second and JSONL does not need it
     import pyarrow.parquet
 
     try:

@@ -332,7 +332,7 @@ TABLE = {
         options=f"rollout.top_k=20 {setting}", field=f"rollout.top_k, {field}", value="rollout.top_k: 20",
         error=error, fix="remove it, or remove rollout.top_p, top_k and min_p",
     ) for name, setting, field, error in [
-        ("a router", "rollout.router={}", "rollout.router", "the request for kept ids is none of them"),
+        ("a router", "rollout.router={}", "rollout.router", "drops the request for kept ids"),
         ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "few of its drafting methods"),
         ("a lower limit", "rollout.server_args={sampling_mask_max_tokens: 19}", "rollout.server_args", "SGLang refuses a top_k above it"),
         ("ascend", "rollout.server_args={sampling-backend: ascend}", "rollout.server_args", "returns no kept ids"),
@@ -409,7 +409,7 @@ TABLE = {
     ]},
     **{f"an answer of another form: {options}": Broken(
         options=options, field=f"{field}, task.type", value=f"{field}: {kind} (command line), task.type: countdown",
-        error="does not compare with what task.type=countdown has as its answers", fix=f"use {field}=countdown",
+        error="cannot compare a response with the answers of task.type=countdown", fix=f"use {field}=countdown",
     ) for options, field, kind in [
         ("reward.type=gsm8k", "reward.type", "gsm8k"),
         ("reward.type=weighted reward.parts.right.type=math_verify", "reward.parts.right.type", "math_verify"),
@@ -432,7 +432,7 @@ TABLE = {
     ),
     "a single sibling": Broken(
         options="rollout.group_size=1", field="advantage.type, rollout.group_size", value="rollout.group_size: 1 (command line)",
-        error="so that there is no baseline", fix="use 2 or more",
+        error="so there is no baseline", fix="use 2 or more",
     ),
     **{f"bounds without 1: {options}": Broken(
         options=options, field=field, value=value, error=f"{error} the ratio 1 of two engines that agree",
@@ -803,7 +803,7 @@ TABLE = {
     # ---- adapters
     "adapters beside aligned numerics": Broken(
         options="model.numerics=aligned learner.lora={forward: factored}", field="learner.lora.forward, model.numerics", value="factored",
-        error="where servers multiply once by the merged weight", fix="set learner.lora.forward=merged, or model.numerics=default",
+        error="but servers multiply once by the merged weight", fix="set learner.lora.forward=merged, or model.numerics=default",
     ),
     **{
         f"merged adapters and {field}": Broken(
@@ -909,7 +909,7 @@ TABLE = {
         ("a cache on disk", "hicache-storage-backend", "file", "where an update of the weights does not drop them"),
         ("experts elsewhere", "kt-weight-path", "/experts", "no update of the weights reaches"),
         ("experts that move", "enable-eplb", "true", "updates go to the original places"),
-        ("sampling of their own", "preferred-sampling-params", "min", "log-probs and learner do not take into account"),
+        ("sampling of their own", "preferred-sampling-params", "min", "log-probs and learner do not take them into account"),
         ("loose drafts", "speculative-accept-threshold-acc", "0.9", "the policy would not have sampled"),
         ("nothing left on disk", "delete_ckpt_after_loading", "true", "deletes model.path"),
     ]},
@@ -918,7 +918,7 @@ TABLE = {
         error=error, fix="remove it, or set learner.routing=own",
     ) for name, setting, field, error in [
         ("no plugin", "rollout.sglang_plugin=false", "rollout.sglang_plugin", "needs Tandem's plugin of SGLang to get the experts"),
-        ("a router", "rollout.router={policy: round_robin}", "rollout.router", "passes on the fields that it knows"),
+        ("a router", "rollout.router={policy: round_robin}", "rollout.router", "passes on only the fields that it knows"),
         ("whole prompts", "rollout.server_args={chunked_prefill_size: -1}", "rollout.server_args", "would crash at a longer prompt"),
         ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "SGLang does not tell apart"),
         ("a cache on the host", "rollout.server_args={enable-hierarchical-cache: true}", "rollout.server_args", "experts of other tokens"),
@@ -1362,7 +1362,7 @@ def test_blocks_in_the_answers_to_other_systems_are_accepted(folder):
         ("generation_batch_size", "counts responses: generation_batch_size / num_generations"),
         ("orchestrator.batch_size", "counts responses: batch_size / group_size"),
         ("rollout.batch_size", "prompts_per_step` prompts, each"),
-        ("train.batch_size", "`learner.minibatches` is the number"),
+        ("train.batch_size", "`learner.minibatches` is the number of shares"),
         ("train_dataset.batch_size", "prompts_per_step` prompts, each"),
         ("train_dataset.path", "`task.train_path`"),
         ("eval.n_samples_per_prompt", "`evaluation.samples_per_prompt`"),

@@ -1148,7 +1148,10 @@ def test_a_run_may_get_a_server_back_that_is_its_own(settings, may):
     [
         ("{steps: 2, first: 61}", r"tracking.trace.first=61 begins after steps=60"),
         ("{profile_rank: 0}", r"profile_rank=0 profiles the traced steps, but steps=0 traces none"),
-        ("{steps: 1, profile_rank: 2}", r"profile_rank=2 is no rank of a learner of 2"),
+        (
+            "{steps: 1, profile_rank: 2}",
+            r"profile_rank=2 is not a rank: the ranks of this learner are 0 to 1",
+        ),
         ("{steps: 1001}", "larger than anyone can look at"),
         ("{steps: 1, first: 0}", "tracking.trace.first"),
     ],

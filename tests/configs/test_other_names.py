@@ -525,7 +525,7 @@ def test_rolls_newer_block_in_a_config(folder):
         "{rule: difference, reduce: segment_mean, upper: 0.2, lower: -0.2}",
         "ratio_high: 3.0 -> no effect: the filter's `enabled` is false",
         "enable_old_logprobs_recompute is left out, and false by default -> denominator: all; "
-        "ROLL then filters in the loss, whose tokens were counted before",
+        "ROLL then filters in the loss, after it has counted tokens",
     ]
     Path("resolved.yaml").write_text(resolved_yaml(config), encoding="utf-8")
     assert load_config("resolved.yaml") == config

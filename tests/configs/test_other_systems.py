@@ -383,7 +383,7 @@ def test_notes_say_how_each_verl_key_was_understood():
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": None},
-            "weight: {level: none}, since verl weighs nothing without a threshold",
+            "weight: {level: none}, since verl has no weights without a threshold",
         ),
         (
             {"rollout_rs": None, "rollout_rs_threshold": 2.0},
@@ -404,7 +404,7 @@ def test_notes_say_how_each_verl_key_was_understood():
         ),
         (
             {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
-            "for which set denominator: all",
+            "for that set denominator: all",
         ),
     ],
 )
@@ -567,7 +567,7 @@ def test_roll_switched_off():
     ]:
         config, (note,) = from_roll(block)
         assert config == PRESETS["disabled"]
-        assert said in note and "metrics only" in note
+        assert said in note and "nothing is corrected, only measured" in note
 
 
 def test_notes_say_how_each_roll_key_was_understood():
@@ -702,7 +702,7 @@ VERL_ERRORS = [
         },
         "rollout_is_batch_normalize",
         "true",
-        "its mean over the step is not",
+        "its mean over the step is unknown",
         "set it to false",
     ),
     (

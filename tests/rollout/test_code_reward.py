@@ -145,7 +145,7 @@ def test_forms_of_tests(value, tests):
         ([{"input": "1", "output": 2}], "neither text nor"),
         ("assert f(", "is not Python"),
         ("return 1", "is not Python"),
-        ("#### 2", "of comments alone"),
+        ("#### 2", "with only comments"),
         ('[{"input": "1", "output": "2"}]', "holds JSON as text"),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_strictest_sandbox_that_works_is_chosen_and_told():
     told: list[str] = []
     check_reward(config_of(), tell=told.append)
     assert told == [f"reward: programs run {SANDBOXES[best]}"]
-    assert ("no security boundary" in told[0]) == (best != "bubblewrap")
+    assert ("not a security boundary" in told[0]) == (best != "bubblewrap")
     assert asyncio.run(choose_sandbox(config_of(sandbox="none"), "reward")) == "none"
 
 

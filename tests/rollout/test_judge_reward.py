@@ -193,7 +193,7 @@ def test_a_score_is_its_share_of_the_range():
 
 def test_a_score_that_is_no_number():
     [score], _ = run(Server(["Score: high"]), "a", score_pattern=r"Score: (\w+)")
-    assert score.value == 0 and "the judge's score 'high' is no number" in score.error
+    assert score.value == 0 and "the judge's score 'high' is not a number" in score.error
 
 
 def test_a_pattern_that_backtracks_fails_the_sample_alone():
@@ -353,7 +353,7 @@ def test_a_judge_that_stays_away_ends_the_run():
 )
 def test_an_answer_of_another_form_ends_the_run_at_once(act):
     server = Server([act])
-    with pytest.raises(RewardModelError, match=r"no chat completion|HTTP 404"):
+    with pytest.raises(RewardModelError, match=r"not a chat completion|HTTP 404"):
         run(server, "a")
     assert len(server.bodies) == 1
 
@@ -454,7 +454,7 @@ def test_the_key_is_sent_and_never_shown(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [(None, "is not set"), (" ", "or empty"), ("a\tb", "no header may have")]
+    ("value", "message"), [(None, "is not set"), (" ", "or empty"), ("a\tb", "an HTTP header cannot have")]
 )
 def test_a_key_that_is_missing_is_refused(monkeypatch, value, message):
     monkeypatch.delenv("JUDGE_KEY", raising=False)

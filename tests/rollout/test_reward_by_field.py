@@ -72,7 +72,7 @@ def test_a_reward_that_fails_has_no_part_of_its_source(monkeypatch):
 
 def test_a_record_without_a_source_is_named():
     for source, told in [
-        ("x", "is 'x', for which reward.rewards has none, only for 'openai/gsm8k'"),
+        ("x", "is 'x', but reward.rewards has rewards only for 'openai/gsm8k'"),
         (None, "is null; write the name"),
     ]:
         with pytest.raises(ValueError, match=told):

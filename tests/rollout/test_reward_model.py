@@ -282,7 +282,7 @@ def test_a_tokenizer_without_a_template_or_a_folder_is_refused(chat_tokenizer, t
     with pytest.raises(ValueError, match=r"has no chat template; use text: \{type: plain\}"):
         RewardModel(ModelReward(urls=("http://a",), text=ChatText(tokenizer=plain)))
     check_reward(ModelReward(urls=("http://a",), text=ChatText(tokenizer=chat)))
-    with pytest.raises(ValueError, match=r"reward\.text\.tokenizer=.* is no folder"):
+    with pytest.raises(ValueError, match=r"reward\.text\.tokenizer=.* is not a folder"):
         check_reward(ModelReward(urls=("http://a",), text=ChatText(tokenizer=tmp_path / "none")))
 
 
@@ -390,7 +390,7 @@ def test_what_fails_in_transport_is_repeated_and_counted(act, caplog):
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(go()) == (Score(value=1.5, correct=True), 2, 3)
-    assert sum("failed, another follows" in record.message for record in caplog.records) == 2
+    assert sum("failed, trying again" in record.message for record in caplog.records) == 2
 
 
 def test_the_next_attempt_goes_to_another_replica():
@@ -442,14 +442,14 @@ def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, messag
 @pytest.mark.parametrize(
     ("protocol", "act", "message"),
     [
-        ("sglang", "short", r"must answer with 2 scores as \[\{.embedding.*\], but sent 1 of them"),
-        ("json", "short", r"must answer with 2 scores as \{.scores.*\}, but sent 1 of them"),
-        ("json", "long", r"must answer with 2 scores as \{.scores.*\}, but sent 4 of them"),
+        ("sglang", "short", r"sent 1 instead of 2 scores as \[\{.embedding.*\]"),
+        ("json", "short", r"sent 1 instead of 2 scores as \{.scores.*\}"),
+        ("json", "long", r"sent 4 instead of 2 scores as \{.scores.*\}"),
         ("sglang", "garbage", "<html>busy"),
         ("json", "garbage", "<html>busy"),
-        ("json", "deep", r"but sent '\[\["),
-        ("sglang", "object", "but sent '{"),
-        ("json", "object", "but sent '{"),
+        ("json", "deep", r" sent '\[\["),
+        ("sglang", "object", " sent '{"),
+        ("json", "object", " sent '{"),
         ("sglang", "404", "answered HTTP 404: the reason"),
         ("json", "401", "answered HTTP 401"),
     ],

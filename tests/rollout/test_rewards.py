@@ -228,7 +228,7 @@ def test_countdown_counts_repeated_numbers():
 
 @pytest.mark.parametrize("reference", ["", "1 2 3", "=3", "1 2=", "1 x=3", "1 2=3=4", "1 -2=3"])
 def test_a_reference_that_is_no_problem(reference):
-    with pytest.raises(ValueError, match="no Countdown problem"):
+    with pytest.raises(ValueError, match="not a Countdown problem"):
         countdown_reward(reference, "1+2")
 
 
@@ -591,8 +591,8 @@ def test_what_reward_code_started_ends_with_it_where_it_dies_by_itself(user_modu
     ("response", "error"),
     [
         ("garbage that goes on", "TimeoutError: no answer within 2 s; its process was killed"),
-        ("garbage that is text", "wrote what is no answer into its pipe, and was killed"),
-        ("garbage in form", "wrote what is no answer into its pipe, and was killed"),
+        ("garbage that is text", "wrote something into its pipe that is not an answer, and was killed"),
+        ("garbage in form", "wrote something into its pipe that is not an answer, and was killed"),
     ],
 )
 def test_what_reward_code_writes_into_our_pipe_costs_one_sample(user_module, response, error):
@@ -698,7 +698,10 @@ def test_inline_rewards_start_no_process_and_report_a_bad_reference():
     good, bad = asyncio.run(collect())
     assert (good.value, good.correct, good.error) == (1, True, None)
     assert (
-        bad.value == 0 and not bad.correct and "prompt b" in bad.error and "no Countdown problem" in bad.error
+        bad.value == 0
+        and not bad.correct
+        and "prompt b" in bad.error
+        and "not a Countdown problem" in bad.error
     )
 
 
@@ -764,7 +767,7 @@ def test_check_reward_finds_what_is_wrong(user_module):
         f"{stem}:of_verl": "has verl's parameters.*`def score.*row.: return of_verl.row..data_source.., response, reference",
         f"{stem}:of_verl_by_name": "has verl's parameters.*: return of_verl_by_name.solution_str=response, ground_truth=reference.`",
         f"{stem}:of_trl": "has TRL's parameters.*: return of_trl.prompts=.prompt., completions=.response...0.`",
-        f"{stem}:two": "must take \\(prompt, response, reference\\), and beside them at most row, num_tokens, finish_reason",
+        f"{stem}:two": "must take \\(prompt, response, reference\\), and besides at most row, num_tokens, finish_reason",
     }.items():
         with pytest.raises(ValueError, match=message):
             import_reward_function(path)
@@ -909,7 +912,7 @@ def test_a_function_that_hangs_is_killed_and_its_line_named(trial):
 
 def test_a_function_that_begins_an_answer_of_its_own_is_late(trial):
     with pytest.raises(
-        ValueError, match=r"wrote half of an answer, and no more within timeout_s=1; make it faster"
+        ValueError, match=r"wrote only a part of an answer within timeout_s=1; make it faster"
     ):
         tried("garbles", timeout_s=1.0)
 
@@ -1126,7 +1129,7 @@ def test_a_failed_part_counts_zero_and_the_others_stand(user_module):
     )
     assert "KeyError: 'lost'" in found.error and "countdown:1 2=3" in found.error
     bad = score_once(config, "1+2 #### 9", prompt=replace(THREE, reference="nine"))
-    assert "no Countdown problem" in bad.error and "holds no number" in bad.error and bad.value == 0
+    assert "not a Countdown problem" in bad.error and "holds no number" in bad.error and bad.value == 0
     fine = score_once(
         WeightedReward(
             parts={

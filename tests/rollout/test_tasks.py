@@ -393,7 +393,7 @@ def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
         (dapo_row(reward_model={"ground_truth": ["34"]}), r"`reward_model.ground_truth` is a list"),
         (
             dapo_row([{"role": "system", "content": "x"}, {"role": "user", "content": "1"}]),
-            r"`prompt` is a conversation of system, user, which a chat template alone .*set apply_chat_template: true",
+            r"`prompt` is a conversation of system, user, which only a chat template .*set apply_chat_template: true",
         ),
         (
             dapo_row([{"role": "assistant", "content": "x"}]),
@@ -505,7 +505,7 @@ def test_the_text_and_the_id_of_a_single_message_are_those_of_the_text(tmp_path)
         ([SYSTEM, {"role": "user", "content": " "}], {}, r"field `prompt\[1\]\.content` is empty"),
         ([ASKED, {"role": "assistant", "content": None}, ASKED], {}, r"field `prompt\[1\]\.content` is null"),
         ([{"role": "system", "content": "\ud800"}, ASKED], {}, r"field `prompt\[0\]\.content` has half of a surrogate pair"),
-        ([SYSTEM, ASKED], {"system_prompt": "Think."}, r".* and task\.system_prompt is a system message too; remove task"),
+        ([SYSTEM, ASKED], {"system_prompt": "Think."}, r".* and task\.system_prompt adds another system message; remove task"),
     ],
 )  # fmt: skip
 def test_a_conversation_that_cannot_be_rendered_is_named(tmp_path, prompt, options, message):
@@ -556,8 +556,8 @@ def test_chat_template_is_asked_for_at_load_time(tmp_path, tokenizer):
         ),
         ({"question": "1", "answer": None}, r"line 3: field `answer` is null"),
         ({"question": ["1"], "answer": "#### 1"}, r"line 3: field `question` is a list"),
-        ({"question": math.nan, "answer": "#### 1"}, r"line 3: field `question` is nan, no finite number"),
-        ({"question": "1", "answer": -math.inf}, r"line 3: field `answer` is -inf, no finite number"),
+        ({"question": math.nan, "answer": "#### 1"}, r"line 3: field `question` is nan, not a finite number"),
+        ({"question": "1", "answer": -math.inf}, r"line 3: field `answer` is -inf, not a finite number"),
         ({"question": " ", "answer": "#### 1"}, r"line 3: field `question` is empty"),
         ({"question": "1", "answer": "eleven"}, r"line 3: field `answer` has no `####`"),
         ({"question": "1", "answer": "#### eleven"}, r"line 3: field `answer` has no number after"),
@@ -664,7 +664,7 @@ def test_read_pairs(tmp_path):
     assert pairs_of(path) == [(f"{path}:line 1", "1", "2")]
     turns = write_lines(tmp_path / "turns.jsonl", {"prompt": [SYSTEM, ASKED], "response": "4"})
     assert pairs_of(turns) == [(f"{turns}:line 1", (SYSTEM, ASKED), "4")]
-    with pytest.raises(ValueError, match=r"turns\.jsonl:line 1: .*a chat template alone"):
+    with pytest.raises(ValueError, match=r"turns\.jsonl:line 1: .*only a chat template"):
         pairs_of(turns, apply_chat_template=False)
     with pytest.raises(
         ValueError,
@@ -726,7 +726,7 @@ def test_calls_of_several_tools_are_the_same_in_either_kind_of_file(tmp_path):
 @pytest.mark.parametrize(
     ("record", "options", "message"),
     [
-        ({"messages": "4"}, {}, r"field `messages` must be messages .* of which the last is the response"),
+        ({"messages": "4"}, {}, r"field `messages` must be messages .* the last one the response"),
         ({"messages": []}, {}, r"field `messages` must be messages"),
         ({"messages": [ASKED]}, {}, r"field `messages` is a conversation of user; end it with a message of the role assistant"),
         ({"messages": [ANSWERED]}, {}, r"of assistant; the last message, the response to learn, must follow one of the role user or tool"),
@@ -737,9 +737,9 @@ def test_calls_of_several_tools_are_the_same_in_either_kind_of_file(tmp_path):
         ({"messages": [ANSWERED, ASKED, ANSWERED]}, ALL, r"message 1, a response to learn, must follow one of the role"),
         ({"messages": [ASKED, ANSWERED, ANSWERED, ASKED, ANSWERED]}, ALL, r"message 3, a response to learn, must follow one"),
         ({"messages": [ASKED, ANSWERED | {"content": ""}, ASKED, ANSWERED]}, ALL, r"field `messages\[1\]\.content` is empty"),
-        ({"prompt": "1", "completion": [CALLS, TOLD, ANSWERED]}, {}, r"field `completion` is a list, .*each turn to learn into a record"),
+        ({"prompt": "1", "completion": [CALLS, TOLD, ANSWERED]}, {}, r"field `completion` is a list, .*into a separate record"),
         ({"prompt": "1", "completion": [ASKED]}, {}, r"field `completion` is a list, but not of one message of the role assistant"),
-        ({"prompt": "1", "completion": [ANSWERED]}, {"apply_chat_template": False}, r"field `completion` is a message, which a chat"),
+        ({"prompt": "1", "completion": [ANSWERED]}, {"apply_chat_template": False}, r"field `completion` is a message, which only a chat"),
         ({"messages": [ASKED, ANSWERED]}, {"tools_field": "tools"}, r"field `tools` is missing; this record has `messages`"),
         ({"messages": [ASKED, ANSWERED], "tools": "add"}, {"tools_field": "tools"}, r"field `tools` is not valid JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, {"tools_field": "tools"}, r"field `tools` must be a list of JSON schemas"),

@@ -127,7 +127,7 @@ CASES = {
     ),
     "a source without a reward": Case(
         damage=train(SOURCES.replace("math", "poems")), overrides=(BY_SOURCE, "task.heldout_path=null"), field="reward.rewards",
-        error="train.jsonl:line 1: field `source` is 'poems', for which reward.rewards has none, only for 'math', 'code'",
+        error="train.jsonl:line 1: field `source` is 'poems', but reward.rewards has rewards only for 'math', 'code'",
         fix="add one, or drop such records",
     ),
     "a program without tests in a source of programs": Case(
@@ -136,7 +136,7 @@ CASES = {
     ),
     "a whole solution without its mark": Case(
         damage=train('{"prompt": "1", "answer": "1 #### 2"}\n{"prompt": "1", "answer": "1 + 1 = 2"}\n'), field="task.train_path",
-        error="train.jsonl:line 2: field `answer` holds several numbers, where the reward gsm8k compares with one",
+        error="train.jsonl:line 2: field `answer` holds several numbers, but the reward gsm8k needs exactly one",
         fix="`#### 72` at the end",
     ),
     "a half as the answer of one source": Case(
@@ -145,7 +145,7 @@ CASES = {
     ),
     "answers that are no problems of Countdown": Case(
         damage=train(GOOD), overrides=("reward={type: countdown}", "task.heldout_path=null"), field="task.train_path",
-        error="train.jsonl:line 1: field `answer` '1' is no Countdown problem", fix="write it like `2 13 14=3`",
+        error="train.jsonl:line 1: field `answer` '1' is not a Countdown problem", fix="write it like `2 13 14=3`",
     ),
     # ---- tokenizer
     "no tokenizer": Case(
@@ -306,7 +306,7 @@ CASES = {
     "an array": Case(damage=train('[\n{"prompt": "1"}\n]\n'), field="task.train_path", error="line 1: not valid JSON", fix="jq -c '.[]'"),
     "JSON by name": Case(
         damage=lambda: Path("t.json").write_text("[]"), overrides=("task.train_path=t.json",), field="task.train_path",
-        error="of no known kind", fix="jq -c '.[]'",
+        error="of an unknown type", fix="jq -c '.[]'",
     ),
     "half a character": Case(
         damage=train(GOOD + '{"prompt": "a\\ud800", "answer": "1"}\n'), field="task.train_path",
@@ -346,13 +346,13 @@ CASES = {
     # ---- conversations
     "a conversation without a template": Case(
         damage=lambda: write_jsonl("train.jsonl", CONVERSATION), overrides=("task.apply_chat_template=false",), field="task.train_path",
-        error="train.jsonl:line 1: field `prompt` is a conversation of system, user, which a chat template alone can render",
+        error="train.jsonl:line 1: field `prompt` is a conversation of system, user, which only a chat template can render",
         fix="set apply_chat_template: true",
     ),
     "a conversation that the model ends": Case(
         damage=lambda: write_jsonl("heldout.jsonl", {**CONVERSATION, "prompt": [{"role": "assistant", "content": "1"}]}),
         field="task.heldout_path", error="heldout.jsonl:line 1: field `prompt` is a conversation of assistant, which ends with",
-        fix="end it with the one that the model is to answer, of the role user or tool",
+        fix="end it with the message to answer, of the role user or tool",
     ),
     "a conversation that the template refuses": Case(
         damage=lambda: (

@@ -66,7 +66,7 @@ def test_half_of_a_surrogate_pair_is_refused_in_plain_words():
     with pytest.raises(ValueError, match=r"they contain half of a surrogate pair, .*; replace it"):
         RENDERERS["qwen2_5"].following([tool("half \ud83d")], sampled_end=True)
     blanks = " " * 2**17  # few tokens, so the whole is read after the beginning
-    with pytest.raises(ValueError, match="half of a surrogate pair is in them; replace it"):
+    with pytest.raises(ValueError, match=r"they contain half of a surrogate pair, .*; replace it"):
         encode_within(chat_tokenizer("qwen2_5"), f"{blanks}\ud83d", 40_000)
 
 

@@ -1362,7 +1362,7 @@ def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatc
     remote = served(make_sampler(tokenizer))
     with monkeypatch.context() as patched:
         patched.setattr(remote_module, "decode_reply", lambda content: Done())
-        with pytest.raises(SamplingError, match="answered Evaluate with Done; are both of one version"):
+        with pytest.raises(SamplingError, match="answered Evaluate with Done; are both of the same version"):
             remote.evaluate()
 
 
