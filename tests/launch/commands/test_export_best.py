@@ -17,7 +17,7 @@ RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
     ("overrides", "message"),
     [
         (["evaluation.every=0"], "evaluation.every=0 makes none between the ends"),
-        (["checkpoint.keep_best=eval/greedy/accuracy"], "evaluation.greedy=false leaves out"),
+        (["checkpoint.keep_best=eval/greedy/accuracy"], "evaluation.greedy=false leaves them out"),
         (["steps=1", "evaluation.at_ends=false"], "every=2 with at_ends=false makes none in steps=1"),
         (["task={type: gsm8k, train_path: a}"], r"without task\.heldout_path nothing is evaluated"),
     ],
