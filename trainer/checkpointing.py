@@ -29,6 +29,7 @@ from parallel.rank_objects import from_first_rank
 from trainer.file_system import SHARED_FOLDER_S, write_whole
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
+from trainer.tracking.held_out import is_sound
 from trainer.turns import OwnDevices
 
 POLL_S = 0.2
@@ -125,9 +126,8 @@ class Checkpointer:
         metric = self._config.keep_best
         if metric is None:
             return False
-        failed = evaluated.get(f"{metric.rpartition('/')[0]}/failed_fraction", 0.0)
-        is_sound = self._max_failed is None or failed <= self._max_failed
-        found = from_first_rank(evaluated.get(metric) if is_sound else None)
+        can_be_best = is_sound(evaluated, self._max_failed, of=metric.rpartition("/")[0])
+        found = from_first_rank(evaluated.get(metric) if can_be_best else None)
         before = -math.inf if self._best is None or self._best.metric != metric else self._best.value
         if found is None or not found > before:
             return False

@@ -45,7 +45,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
     if not adapter:
         _tell_of_missing(folder, out)
     what = "the adapters" if adapter else "the model"
-    print(f"exported {what} of step {exported} to {out}", flush=True)
+    of_step = "" if exported is None else f" of step {exported}"
+    print(f"exported {what}{of_step} to {out}", flush=True)
 
 
 def _tell_of_missing(folder: RunFolder, out: Path) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 
 from launch.processes.run_folder import RunFolder, write_json
 from trainer.metric_names import TIME_PARTS, known
+from trainer.tracking.held_out import is_sound
 from trainer.tracking.metrics_file import read_metrics
 
-ACCURACY, FAILED = known("eval/accuracy"), known("eval/failed_fraction")
+ACCURACY = known("eval/accuracy")
 
 
 def write_summary(
@@ -20,9 +21,8 @@ def write_summary(
     steps = read_metrics(folder.metrics)
     measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
     last = max(measured, default=0)
-    unsound = {s["step"] for s in steps if max_failed is not None and (s.get(FAILED) or 0.0) > max_failed}
-    sound = [step for step in sorted(measured) if step > 0 and step not in unsound]
-    best = max(sound, key=measured.__getitem__, default=None)
+    sound = {s["step"] for s in steps if s["step"] > 0 and is_sound(s, max_failed)} & measured.keys()
+    best = max(sorted(sound), key=measured.__getitem__, default=None)
     spent: dict[str, float] = defaultdict(float)
     for step in steps:
         for part in TIME_PARTS:

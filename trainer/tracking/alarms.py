@@ -170,7 +170,7 @@ _RULES = (
         name="accuracy_fall_max",
         metrics=("eval/accuracy_fall",),
         healthy=operator.le,
-        wrong="by standard errors the held-out accuracy is far below the best evaluation before it: the run unlearns",
+        wrong="the held-out accuracy has fallen many standard errors below the best evaluation before it: the run unlearns",
         cause="a learning rate that is too high, a gap that is not corrected, or a reward that the policy satisfies in another way than "
         "the held-out problems ask for",
         advice="read its answers (`tandem samples RUN --evaluation`); compare reward/mean, policy/entropy and response/length_mean of "

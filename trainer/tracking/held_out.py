@@ -1,4 +1,4 @@
-"""How far an evaluation lies below the best one of the run so far."""
+"""Which evaluations of a run may be compared, and how far one lies below the best one so far."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,14 @@ from typing import Any
 from trainer.metric_names import known
 
 ACCURACY, ERROR, COUNT = known("eval/accuracy"), known("eval/accuracy_error"), known("eval/count")
-FAILED, FALL = known("eval/failed_fraction"), known("eval/accuracy_fall")
+FALL = known("eval/accuracy_fall")
+
+
+def is_sound(evaluated: Mapping[str, Any], max_failed: float | None, *, of: str = "eval") -> bool:
+    """Whether at most ``max_failed`` of an evaluation's rewards failed (None: any share). They count as wrong answers.
+
+    of: the part of the metrics' names before the last slash, such as ``eval/set/hard``."""
+    return max_failed is None or (evaluated.get(f"{of}/failed_fraction") or 0.0) <= max_failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,8 @@ class BestAccuracy:
     """The best held-out accuracy of a run so far."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, max_failed: float | None = None):
-        """rows: the metrics of the steps before a resume. max_failed: an evaluation with a larger share of failed rewards, which
-        count as wrong answers, is not compared; None: each is."""
+        """rows: the metrics of the steps before a resume. max_failed: see ``is_sound``. Evaluations that
+        are not sound are not compared."""
         self._best: _Measured | None = None
         self._max_failed = max_failed
         for row in rows:
@@ -45,8 +52,7 @@ class BestAccuracy:
         a: accuracy. e: its standard error, at least 1 / number of answers. z < 0: this one is the best so far.
         """
         measured, best = _Measured.of(metrics), self._best
-        is_sound = self._max_failed is None or (metrics.get(FAILED) or 0.0) <= self._max_failed
-        if measured is None or not is_sound:
+        if measured is None or not is_sound(metrics, self._max_failed):
             return {}
         if best is None or measured.accuracy > best.accuracy:
             self._best = measured

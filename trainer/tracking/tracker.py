@@ -131,7 +131,7 @@ class Tracker:
         for alarm in alarms:
             if alarm.name not in self._alarming:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
-        # An alarm of evaluations goes on over the steps without one.
+        # A step without an evaluation does not end an alarm of evaluations.
         self._alarming = (self._alarming - judged(metrics)) | {alarm.name for alarm in alarms}
         self.last_step = step
         for publisher in self._publishers:
