@@ -154,6 +154,7 @@ class Learner:
             credits_turns=config.credits_turns,
             shares_prompts=self._shares_prompts,
             parts_no_signal=config.packs_no_signal_apart,
+            masks_truncated=config.learner.truncated_responses == "mask",
         ).shares(groups)
 
     @property

@@ -72,7 +72,8 @@ class SampleKeeper:
         by_place = {
             place: row.float().cpu().numpy()
             for place, row in logprobs.items()
-            if batch.group_ids_S[place] >= 0  # a sample that is left out is off the learner's mask
+            # Samples that are left out or masked are off the learner's mask.
+            if batch.group_ids_S[place] >= 0 and place not in batch.masked
         }
         samples = samples_of(trajectories, by_place, step=step, version=learner.version)
         is_for_mlflow = step in (1, self._steps) or (

@@ -223,6 +223,17 @@ OTHER_FIELDS = _by_name({
     "`task.tools_field`, beside `task.type=jsonl`": "tool_key",
     "`sampler.type`, shuffle or sequential": "data.shuffle shuffle_dataset rollout_shuffle",
     "`reward={type: weighted, parts: {...}}`": "reward_weights overlong_buffer overlong_buffer_cfg overlong_buffer_len reward_shaping",
+    "`learner.truncated_responses`, mask": "mask_truncated_completions overlong_filtering",
+    "`learner.truncated_responses`, mask; ROLL's also masks a response that ends by itself at exactly the limit": "max_len_mask",
+    "`learner.truncated_responses`, mask; AReaL's code trains on such a response with a reward of 0, as your own reward function can by "
+    "finish_reason":
+        "mask_no_eos_with_zero",
+    "`reward.weight`, a factor; NeMo-RL's clamp and shift are a line of your own reward function": "reward_scaling",
+    "a line of your own reward function (`reward.type`, function) or, for a reward of any kind, of your own advantage "
+    "(`advantage.type`, function), which gets the rewards":
+        "reward_clip reward_bias",
+    "a line of your own advantage (`advantage.type`, function)": "advantage_clip advantage_clip_low advantage_clip_high",
+    "your own advantage (`advantage.type`, function), which returns the rewards": "disable_rewards_normalization",
     "`rollout.replicas`, the number of servers, each of `rollout.tp` GPUs":
         "vllm_num_engines num_engines rollout_num_gpus rollout.data_parallel_size",
     "`critic.warmup_steps`": "critic_warmup num_critic_only_steps freezing_steps",
@@ -275,11 +286,7 @@ WITHOUT_COUNTERPART = _by_name({
     "evaluations use `rollout.max_new_tokens` too": "eval_max_response_len",
     "evaluations sample from all tokens": "eval_top_p eval_top_k val_kwargs.top_p val_kwargs.top_k",
     "the optimizer is AdamW": "optim.optimizer optim.optimizer_impl",
-    "a response that is cut off at `rollout.max_new_tokens` is scored as it is, and learned from; a reward function gets its finish_reason":
-        "mask_truncated_completions overlong_filtering max_len_mask mask_no_eos_with_zero",
     "every token of a response is learned from": "top_entropy_quantile",
-    "rewards and advantages are not scaled or clipped; your own reward can do so":
-        "reward_clip advantage_clip advantage_clip_low advantage_clip_high reward_scaling reward_bias disable_rewards_normalization",
     "samples follow the softmax that the learner computes, without a penalty": "repetition_penalty",
     "the model's shape is that of the config.json in `model.path`":
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels vocab_size "

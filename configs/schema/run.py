@@ -169,8 +169,8 @@ class RunConfig(Schema):
 
     @property
     def packs_no_signal_apart(self) -> bool:
-        """Whether groups whose samples all have the same reward get their own micro-batches, since these are
-        skipped. Not with whitening, which moves their advantages from zero, nor with KL in the reward or
+        """Whether groups whose samples all have the same reward, and masked samples, get their own micro-batches,
+        since these are skipped. Not with whitening, which moves their advantages from zero, nor with KL in the reward or
         rewards of turns, by which their samples differ."""
         is_whitened = self.advantage.type == "reinforce_pp_baseline"
         has_zeros = self.advantage.type in WITHIN_GROUPS and not is_whitened and not self.credits_turns

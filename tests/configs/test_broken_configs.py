@@ -223,6 +223,7 @@ TABLE = {
         ("learner.ppo_micro_batch_size_per_gpu", "here it is `learner.token_budget`"),
         ("learning_rate", "here it is `learner.optimizer.lr`"),
         ("ppo_mini_batch_size", "split into: train_batch_size / ppo_mini_batch_size, such as 1024 / 256 = 4"),
+        ("mask_truncated_completions", "here it is `learner.truncated_responses`, mask"),
         ("max_prompt_length", "max_prompt_length has no counterpart: a prompt may be as long as"),
         # as slime writes its flags
         ("rollout-batch-size", "here it is `rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"),

@@ -26,6 +26,7 @@ from tests.trainer.batch.test_step_batch import (
     forked,
     make_groups,
     scores,
+    truncated,
 )
 from tests.trainer.batch.test_unscored import unscored
 from trainer import sample_keeping
@@ -134,11 +135,14 @@ def test_a_step_leaves_its_first_groups_with_the_learners_log_probs(ranks, tmp_p
         assert sample.learner_logprobs == pytest.approx(own.tolist(), abs=6e-7)
 
 
-def test_a_sample_without_a_score_has_nothing_by_the_learner(tmp_path):
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_sample_without_a_score_or_masked_has_nothing_by_the_learner(tmp_path, is_masked):
     """The engine gives 0 off the mask, and such a sample is off it."""
     groups = make_groups(LENGTHS, REWARDS, seed=5)
-    groups[0] = unscored(groups[0], {1})
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=100, needs_siblings=True).shares(groups)
+    groups = truncated(groups, {(0, 1)}) if is_masked else [unscored(groups[0], {1}), *groups[1:]]
+    (share,) = Division(
+        num_minibatches=1, dp_size=1, token_budget=100, needs_siblings=True, masks_truncated=True
+    ).shares(groups)
     batch = step_batch(share)
     packed = batch.packed
     batch = batch.with_fields(
@@ -147,7 +151,8 @@ def test_a_sample_without_a_score_has_nothing_by_the_learner(tmp_path):
     learner = SimpleNamespace(groups=SimpleNamespace(dp_group=None), version=VERSION)
     SampleKeeper(tmp_path, config_of(), ToldOf()).keep(3, groups, batch, batch.packed.old_logprobs_T, learner)
     first, left_out, *_ = read_samples(sample_file(tmp_path, 3))
-    assert left_out.reward is None and left_out.learner_logprobs is None and left_out.rollout_logprobs
+    assert left_out.reward == (REWARDS[0][1] if is_masked else None)
+    assert left_out.learner_logprobs is None and left_out.rollout_logprobs
     assert first.learner_logprobs == pytest.approx(first.rollout_logprobs, abs=6e-7)
 
 

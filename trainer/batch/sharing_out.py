@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from parallel.packing import same_prompts
-from rollout.records import LOGPROBS, MASK, VERSIONS, Group, Trajectory, different_rewards
+from rollout.records import (
+    LOGPROBS,
+    MASK,
+    VERSIONS,
+    FinishReason,
+    Group,
+    Status,
+    Trajectory,
+    different_rewards,
+)
 from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.plan import Prompts, packed_length, plan_batches
 
@@ -34,6 +43,8 @@ class Share:
     """Sequences of each group, without those that fill up a minibatch."""
     turn_rewards: TurnRewards | None = None
     """Of the whole step."""
+    masked: frozenset[int] = frozenset()
+    """Of the whole step: numbers of the sequences whose tokens do not enter the loss, though their rewards count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +65,16 @@ class Division:
     shares_prompts: bool = False
     """Whether the model computes a prompt once for the sequences of a micro-batch that begin with it."""
     parts_no_signal: bool = False
-    """Whether groups of which all rewards are equal are packed apart."""
+    """Whether groups of which all rewards are equal, and masked sequences, are packed apart."""
+    masks_truncated: bool = False
+    """Whether truncated samples are masked."""
 
     def shares(self, groups: Sequence[Group]) -> list[Share]:
         """One Share per data-parallel rank, by the balanced plan of ``plan_batches``.
 
         A sample without a score is left out: its tokens are off the response mask, so loss, correction and
-        metrics do not see them, and its group's baseline does not count it.
+        metrics do not see them, and its group's baseline does not count it. A masked sample differs in that the baseline
+        counts it; each rank masks its own sequences after packing (``step_batch``).
 
         Raises:
             ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
@@ -73,6 +87,7 @@ class Division:
         trajectories, minibatches = _minibatches(
             by_group, len(groups) // self.num_minibatches, multiple=self.dp_size * self.microbatch_multiple
         )
+        masked = _truncated(trajectories) if self.masks_truncated else frozenset()
         lengths = [packed_length(t.token_ids) for t in trajectories]
         plan = plan_batches(
             lengths,
@@ -81,7 +96,7 @@ class Division:
             token_budget=self.token_budget,
             microbatch_multiple=self.microbatch_multiple,
             prompts=_prompts(trajectories) if self.shares_prompts else None,
-            apart=_without_signal(by_group) if self.parts_no_signal else frozenset(),
+            apart=_without_signal(by_group) | masked if self.parts_no_signal else frozenset(),
         )
         episodes = _episode_ids(trajectories)
         # Data of the whole step is one object for all ranks, of which there may be hundreds.
@@ -96,6 +111,7 @@ class Division:
             episode_ids=episodes,
             group_sizes=[len(group) for group in by_group],
             turn_rewards=turn_rewards(trajectories, episodes) if self.credits_turns else None,
+            masked=masked,
         )
         sequence_ids = [plan.sequence_ids(rank) for rank in range(self.dp_size)]
         return [
@@ -109,6 +125,17 @@ def _without_signal(by_group: Sequence[Sequence[Trajectory]]) -> frozenset[int]:
     rewards = [different_rewards(group) for group in by_group]
     of_group = [len(values) <= 1 for values, group in zip(rewards, by_group, strict=True) for _ in group]
     return frozenset(number for number, is_flat in enumerate(of_group) if is_flat)
+
+
+def _truncated(trajectories: Sequence[Trajectory]) -> frozenset[int]:
+    """The numbers of all sequences of truncated samples: a limit of tokens cut off the last turn of the first
+    sequence, or the episode."""
+    truncated = {
+        (t.group_id, t.sibling_id)
+        for t in trajectories
+        if t.branch == 0 and (t.finish_reason == FinishReason.LENGTH or t.status == Status.TOKEN_LIMIT)
+    }
+    return frozenset(n for n, t in enumerate(trajectories) if (t.group_id, t.sibling_id) in truncated)
 
 
 def _prompts(trajectories: Sequence[Trajectory]) -> Prompts:

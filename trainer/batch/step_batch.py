@@ -18,7 +18,7 @@ from parallel.packing import PackedBatch
 from trainer.algorithm.advantages import Advantages
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights, units
 from trainer.algorithm.correction import Correction
-from trainer.algorithm.segments import count_per_sequence
+from trainer.algorithm.segments import count_per_sequence, spread
 from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.exact_turns import require_exact_turns
 from trainer.batch.plan import Routing, pack_trajectories
@@ -42,6 +42,8 @@ class StepBatch:
     """int64, places in a packed batch. None if this rank has the whole step."""
     group_sizes: tuple[int, ...] = ()
     """Sequences of each group. Empty if this rank has the whole step."""
+    masked: frozenset[int] = frozenset()
+    """See ``Share``. Their tokens are off the response mask."""
 
     @property
     def num_episodes(self) -> int:
@@ -159,6 +161,10 @@ def step_batch(
         share.trajectories, share.sequence_ids, newest=newest, routing=routing, share_prompts=share_prompts
     )
     require_exact_turns(share.trajectories, packed)
+    if share.masked:
+        is_trained_S = torch.tensor([number not in share.masked for number in share.sequence_ids])
+        is_trained_T = spread(is_trained_S, packed.cu_seqlens)
+        packed = packed.with_fields(response_mask_T=packed.response_mask_T & is_trained_T)
     has_forks = len(set(share.episode_ids)) < len(share.episode_ids)
     return StepBatch(
         packed=packed,
@@ -169,4 +175,5 @@ def step_batch(
         lengths_S=torch.tensor(share.lengths, dtype=torch.int64),
         group_sizes=tuple(share.group_sizes),
         turn_rewards=share.turn_rewards,
+        masked=share.masked,
     )

@@ -48,7 +48,7 @@ from configs.schema.objective import (
 )
 from configs.schema.rollout import ResampleGroups
 from parallel.packing import PackedBatch
-from rollout.records import FinishReason, Group, Trajectory
+from rollout.records import FinishReason, Group, Status, Trajectory
 from rollout.sampling.messages import BeforeSelection
 from rollout.sampling.sampler import _has_signal
 from tests.support.megatron_workers import forked_context
@@ -95,6 +95,7 @@ class Setup:
     advantage: AdvantageConfig = GRPO
     scores_old: bool = True
     """False: with one minibatch, whose current policy is old, the loss finds old itself."""
+    masks_truncated: bool = False
 
     def loss(self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> PolicyLoss:
         objective = (
@@ -159,8 +160,12 @@ class StepResult:
 
 def run_step(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> StepResult:
     """One rank's updates of a step, on the bigram policy."""
+    return updated(weighted(share, setup, group), setup, group)
+
+
+def updated(batch: StepBatch, setup: Setup, group: dist.ProcessGroup | None) -> StepResult:
     losses, gradients = [], []
-    for index, minibatch in enumerate(weighted(share, setup, group).minibatches()):
+    for index, minibatch in enumerate(batch.minibatches()):
         policy_VV, loss, outputs = current_policy(index), 0.0, []
         for microbatch in minibatch:
             part = setup.loss(microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T))
@@ -199,16 +204,22 @@ def weighted(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> Ste
     return batch.with_loss_weights(correction, aggregation(setup.mode), setup.correction.denominator, total)
 
 
-def reference_losses(groups: list[Group], mode: str, num_minibatches: int) -> list[float]:
+Samples = set[tuple[int, int]]
+"""(group, sibling) of some samples."""
+
+
+def reference_losses(
+    groups: list[Group], mode: str, num_minibatches: int, masked: Samples = frozenset()
+) -> list[float]:
     """The loss of each minibatch from its definition, token by token in Python floats."""
     size = len(groups) // num_minibatches
     return [
-        _reference_loss(groups[start : start + size], mode, current_policy(index).detach())
+        _reference_loss(groups[start : start + size], mode, current_policy(index).detach(), masked)
         for index, start in enumerate(range(0, len(groups), size))
     ]
 
 
-def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float:
+def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor, masked: Samples) -> float:
     log = {
         name: p.double().log_softmax(-1) for name, p in (("old", OLD), ("ref", REF), ("current", current_VV))
     }
@@ -223,7 +234,7 @@ def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float
             )
             losses = of_episode[t.group_id, t.sibling_id]
             for place in range(1, len(t.token_ids)):
-                if t.response_mask[place]:
+                if t.response_mask[place] and (t.group_id, t.sibling_id) not in masked:
                     before, token = t.token_ids[place - 1], t.token_ids[place]
                     old, ref, now = (float(log[name][before, token]) for name in ("old", "ref", "current"))
                     weight = min(math.exp(old - t.rollout_logprobs[place]), UPPER)
@@ -293,6 +304,27 @@ def forked(group: Group, joined: list[bool]) -> Group:
         same = {"sibling_id": before.sibling_id, "branch": before.branch + 1, "reward": before.reward}
         trajectories.append(replace(t, **same) if is_joined else t)
     return replace(group, trajectories=trajectories)
+
+
+def truncated(groups: list[Group], samples: Samples) -> list[Group]:
+    """The first sequences of these samples are cut off."""
+    return [
+        replace(group, trajectories=[
+            cut_off(t) if (t.group_id, t.sibling_id) in samples and not t.branch else t for t in group.trajectories
+        ])
+        for group in groups
+    ]  # fmt: skip
+
+
+def cut_off(t: Trajectory) -> Trajectory:
+    """In its last turn or, if it has none, by the limit of the episode."""
+    if not t.turns:
+        return replace(t, status=Status.TOKEN_LIMIT)
+    return replace(t, turns=[*t.turns[:-1], replace(t.turns[-1], finish_reason=FinishReason.LENGTH)])
+
+
+def samples_of(groups: list[Group]) -> list[tuple[int, int]]:
+    return sorted({(t.group_id, t.sibling_id) for group in groups for t in group.trajectories})
 
 
 def shuffled(share: Share, seed: int) -> Share:
@@ -392,16 +424,23 @@ def steps(draw, may_fork=True):
 
 def whole_step(groups: list[Group], num_minibatches: int, setup: Setup) -> StepResult:
     """One rank, one micro-batch per minibatch."""
-    (share,) = Division(num_minibatches=num_minibatches, dp_size=1, token_budget=10**6).shares(groups)
-    return StepResult.total([run_step(share, setup, None)])
+    return StepResult.total([run_step(whole_share(groups, num_minibatches, setup), setup, None)])
+
+
+def whole_share(groups: list[Group], num_minibatches: int, setup: Setup) -> Share:
+    division = Division(
+        num_minibatches=num_minibatches, dp_size=1, token_budget=10**6, masks_truncated=setup.masks_truncated
+    )
+    (share,) = division.shares(groups)
+    return share
 
 
 def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[tuple[float, float]]:
     """Per minibatch, sums over sequences of each term's |loss| and of the gradient's norm: what rounding is
     relative to."""
-    (share,) = Division(num_minibatches=num_minibatches, dp_size=1, token_budget=10**6).shares(groups)
     found = []
-    for index, minibatch in enumerate(weighted(share, setup, None).minibatches()):
+    batch = weighted(whole_share(groups, num_minibatches, setup), setup, None)
+    for index, minibatch in enumerate(batch.minibatches()):
         loss_size, gradient_size, outputs = 0.0, 0.0, []
         for row in range(len(minibatch[0].lengths)):
             one, policy_VV = minibatch[0].select([row]), current_policy(index)
@@ -540,13 +579,87 @@ def test_functions_of_the_users_own_are_bitwise_the_built_in_ones(ranks, step, m
 
 
 @settings(max_examples=40, deadline=None)
-@given(step=steps(), mode=st.sampled_from(MODES))
-def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
+@given(step=steps(), mode=st.sampled_from(MODES), data=st.data())
+def test_the_loss_of_each_minibatch_is_its_definition(step, mode, data):
+    """Also if truncated responses are masked: their rewards count, and their tokens do not."""
     groups, minibatches, _, _ = step
-    found = whole_step(groups, minibatches, Setup(mode=mode)).losses
-    sizes = [loss_size for loss_size, _ in magnitudes(groups, minibatches, Setup(mode=mode))]
-    for loss, wanted, size in zip(found, reference_losses(groups, mode, minibatches), sizes, strict=True):
+    cut = data.draw(st.sets(st.sampled_from(samples_of(groups))))
+    setup = Setup(mode=mode, masks_truncated=data.draw(st.booleans()))
+    groups, masked = truncated(groups, cut), cut if setup.masks_truncated else set()
+    found = whole_step(groups, minibatches, setup).losses
+    sizes = [loss_size for loss_size, _ in magnitudes(groups, minibatches, setup)]
+    expected = reference_losses(groups, mode, minibatches, masked)
+    for loss, wanted, size in zip(found, expected, sizes, strict=True):
         assert loss == pytest.approx(wanted, abs=3e-6 * size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(step=steps(), setup=setups, data=st.data())
+def test_with_its_advantages_a_step_learns_as_if_masked_responses_were_not_there(ranks, step, setup, data):
+    """On any ranks, the loss and gradient of a step from which the truncated samples were removed."""
+    groups, minibatches, num_ranks, token_budget = step
+    samples = samples_of(groups)
+    of_first = [sample for sample in samples if sample[0] % (len(groups) // minibatches) == 0]
+    # At least the first sample of each minibatch stays: one without any cannot be planned.
+    staying = {min(s for s in of_first if s[0] == group) for group, _ in of_first}
+    cut = data.draw(st.sets(st.sampled_from(samples))) - staying
+    groups, masking = truncated(groups, cut), replace(setup, masks_truncated=True)
+    division = Division(
+        num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget, masks_truncated=True
+    )
+    found = ranks.run(division.shares(groups), masking)
+
+    advantages = {}
+    share = whole_share(groups, minibatches, masking)
+    packed = weighted(share, masking, None).packed
+    for t, row_T in zip(share.trajectories, packed.advantages_T.split(packed.lengths), strict=True):
+        advantages[t.group_id, t.sibling_id, t.branch] = row_T
+    removed = [
+        replace(g, trajectories=[t for t in g.trajectories if (t.group_id, t.sibling_id) not in cut])
+        for g in groups
+    ]
+    share = whole_share(removed, minibatches, setup)
+    rows = [advantages[t.group_id, t.sibling_id, t.branch] for t in share.trajectories]
+    batch = weighted(share, setup, None).with_fields(advantages_T=torch.cat(rows))
+    assert_same(found, updated(batch, setup, None), magnitudes(groups, minibatches, masking))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_step_of_masked_responses_alone_has_no_loss_and_no_gradient(ranks, objective):
+    setup = Setup(objective=objective, masks_truncated=True)
+    groups = truncated(make_groups(LENGTHS, REWARDS, seed=3), {(g, s) for g in range(4) for s in range(3)})
+    division = Division(num_minibatches=2, dp_size=2, token_budget=20, masks_truncated=True)
+    found = ranks.run(division.shares(groups), setup)
+    assert found.losses == [0.0, 0.0] and not any(gradient.any() for gradient in found.gradients)
+
+
+def test_all_sequences_of_a_truncated_sample_are_masked_and_packed_apart():
+    """Sample 0 forked and its first sequence was cut off; of sample 2 only the fork was; a limit ended the last episode."""
+    groups = make_groups([[5, 6, 4], [5, 4, 6, 8]], [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]], seed=2)
+    groups = [forked(group, [False, True, False, False][: len(group.trajectories)]) for group in groups]
+    one, other = (list(group.trajectories) for group in groups)
+    one[0], other[1], other[3] = (
+        cut_off(one[0]), cut_off(other[1]), replace(other[3], status=Status.TOKEN_LIMIT),
+    )  # fmt: skip
+    assert one[0].finish_reason == other[1].finish_reason == FinishReason.LENGTH
+    groups = [replace(g, trajectories=of) for g, of in zip(groups, (one, other), strict=True)]
+    division = Division(
+        num_minibatches=1, dp_size=1, token_budget=100, masks_truncated=True, parts_no_signal=True
+    )
+    (share,) = division.shares(groups)
+    assert share.masked == {0, 1, 6}
+    assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [
+        [2, 3, 4, 5],
+        [0, 1, 6],
+    ]
+    sampled = [int(t.response_mask.sum()) for t in [*one, *other]]
+    assert all(sampled)
+    masked = [0 if number in share.masked else count for number, count in enumerate(sampled)]
+    (unmasked,) = replace(division, masks_truncated=False).shares(groups)
+    for made, expected in ((share, masked), (unmasked, sampled)):
+        packed = step_batch(made).packed
+        counts = [int(mask_T.sum()) for mask_T in packed.response_mask_T.split(packed.lengths)]
+        assert dict(zip(made.sequence_ids, counts, strict=True)) == dict(enumerate(expected))
 
 
 @settings(max_examples=60, deadline=None)
@@ -592,6 +705,11 @@ REJECTING = {
 JOBS = (
     [{"aggregation": aggregation(mode), "correction": TRUNCATED} for mode in MODES]
     + [
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": TRUNCATED,
+            "learner": {"truncated_responses": "mask"},
+        },
         {"aggregation": aggregation("token_mean"), "correction": TRUNCATED, "sharded": True},
         {
             "aggregation": aggregation("token_mean"),
@@ -633,7 +751,7 @@ FLAT_JOBS = [
 @pytest.mark.engines
 def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
     """The real learner: what is received, scored, weighted and updated over two ranks gives one rank's
-    gradients and weights."""
+    gradients and weights. Where truncated responses are masked, the second minibatch has nothing left."""
     # Here, since the processes of ``Ranks`` import this file, and Megatron would double their start.
     from tests.support.megatron_workers import (
         make_hf_model,
@@ -643,7 +761,9 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
     )
 
     folder = make_hf_model(tmp_path / "m", "qwen3")
-    arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), JOBS + FLAT_JOBS)
+    cut = {(0, 1), *((group, sibling) for group in (2, 3) for sibling in range(3))}
+    groups = truncated(make_groups(LENGTHS, REWARDS, seed=3, vocab=43), cut)
+    arguments = (folder, groups, JOBS + FLAT_JOBS)
     # With as many threads as the two.
     (one,) = run_ranks(work_learner_steps, 1, tmp_path / "rank", 1, *arguments)
     two = run_ranks(work_learner_steps, 2, tmp_path / "ranks", 2, *arguments)
@@ -662,9 +782,11 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
                 assert _are_zero(gradient, whole) or relative_difference(gradient, whole) < 5e-6, job
     _assert_nothing_is_lost_by_skipping([rank[len(JOBS) :] for rank in (one, *two)], relative_difference)
     one = one[: len(JOBS)]
-    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, (
+    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 5, (
         "jobs do not differ, so a wrong one would not show"
     )
+    masked = one[len(MODES)]
+    assert masked["losses"][1] == masked["norms"][1] == 0 < masked["norms"][0]
     assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), (
         "rejection should take some of the tokens and leave some"
     )

@@ -1,4 +1,4 @@
-"""Samples without a score: the batch is as if they were not there."""
+"""Samples without a score: the batch is as if they were not there. Masked ones: only their rewards are there."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from configs.schema.objective import (
     RlooAdvantage,
 )
 from rollout.records import Group
-from tests.trainer.batch.test_step_batch import make_groups
+from tests.trainer.batch.test_step_batch import make_groups, truncated
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
 from trainer.batch.sharing_out import Division
@@ -43,10 +43,14 @@ def unscored(group: Group, left_out: set[int]) -> Group:
     return replace(group, trajectories=trajectories)
 
 
-def loss_terms(groups, advantage) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
+def loss_terms(groups, advantage, **options) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
     """Advantages and aggregation weights of the response tokens, by group and sibling."""
     (share,) = Division(
-        num_minibatches=1, dp_size=1, token_budget=10_000, needs_siblings=advantage.type != "reinforce_pp"
+        num_minibatches=1,
+        dp_size=1,
+        token_budget=10_000,
+        needs_siblings=advantage.type != "reinforce_pp",
+        **options,
     ).shares(groups)
     batch = step_batch(share)
     batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T - 0.1)
@@ -88,3 +92,23 @@ def test_a_sample_whose_siblings_are_all_unscored_has_nothing_to_be_compared_wit
     assert {key[0] for key in loss_terms(groups, ADVANTAGES["reinforce_pp"])} == {0, 1}
     of_one = make_groups([[6], [7, 8]], [[1.0], [1.0, 0.0]], seed=0)
     assert {key[0] for key in loss_terms(of_one, ADVANTAGES["grpo"])} == {0, 1}, "it keeps its raw reward"
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+@settings(max_examples=25)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_the_reward_of_a_masked_sample_counts_in_its_groups_baseline(name, data, seed):
+    """As if it were trained on; OPO's weight is the tokens that are in the loss, here none."""
+    rewards = [[data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(4)] for _ in range(3)]
+    lengths = [[data.draw(st.integers(3, 12)) for _ in range(4)] for _ in range(3)]
+    groups = make_groups(lengths, rewards, seed=seed)
+    masked = data.draw(st.sets(st.integers(0, 3), min_size=1, max_size=2))
+    cut = truncated(groups, {(group, sibling) for group in range(3) for sibling in masked})
+    found = loss_terms(cut, ADVANTAGES[name], masks_truncated=True)
+    alone = [without(g, masked) for g in groups] if name == "opo" else groups
+    expected = {
+        key: columns for key, columns in loss_terms(alone, ADVANTAGES[name]).items() if key[1] not in masked
+    }
+    assert found.keys() == expected.keys()
+    for key, (advantages, _) in expected.items():
+        torch.testing.assert_close(torch.tensor(found[key][0]), torch.tensor(advantages))
