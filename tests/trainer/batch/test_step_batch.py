@@ -660,6 +660,10 @@ def test_all_sequences_of_a_truncated_sample_are_masked_and_packed_apart():
         packed = step_batch(made).packed
         counts = [int(mask_T.sum()) for mask_T in packed.response_mask_T.split(packed.lengths)]
         assert dict(zip(made.sequence_ids, counts, strict=True)) == dict(enumerate(expected))
+    batch = step_batch(share).with_fields(values_T=torch.zeros(packed.num_tokens))
+    correction, mask_T = correct(batch.packed, CorrectionConfig()), batch.packed.response_mask_T
+    found = batch.with_loss_weights(correction, AggregationConfig(), "all", alone).packed
+    torch.testing.assert_close(found.value_aggregation_T, mask_T / mask_T.sum())
 
 
 @settings(max_examples=60, deadline=None)
