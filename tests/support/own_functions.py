@@ -139,6 +139,10 @@ def with_gradient(rewards_S, group_ids_S):
     return rewards_S * LEARNED
 
 
+def learned(log_ratio_N):
+    return bounded(log_ratio_N).exp() * LEARNED
+
+
 def negative(log_ratio_N):
     return bounded(log_ratio_N)
 

@@ -452,8 +452,9 @@ def test_advantages_carry_no_gradient(config):
     found = compute_advantages(
         batch, rewards_S, torch.zeros(2, dtype=torch.int64), config, penalty_T=penalty_T
     )
-    assert not found.advantages_T.requires_grad
+    assert not found.advantages_T.requires_grad and found.advantages_T.dtype == torch.float32
     assert found.returns_T is None or not found.returns_T.requires_grad
+    assert found.returns_T is None or found.returns_T.dtype == torch.float32
     assert (found.returns_T is not None) == isinstance(config, GaeAdvantage)
 
 
