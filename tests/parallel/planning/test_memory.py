@@ -328,6 +328,14 @@ def test_experts_are_divided_and_the_rest_is_not():
         recompute="none",
         distributed_optimizer=True,
     )
+    # A shared expert of 6 is split over tensor-parallel ranks, and its gate, H numbers, is not.
+    for has_gate in (False, True):
+        shared_expert = replace(architecture.experts, shared_size=6, has_shared_gate=has_gate)
+        beside = replace(architecture, experts=shared_expert)
+        for tp in (1, 2):
+            layout = LayoutConfig(tp=tp, sp=tp > 1, dp=1)
+            more = stage_parameters(beside, layout, 0)[0] - stage_parameters(architecture, layout, 0)[0]
+            assert more == 3 * 8 * 6 // tp + 8 * has_gate
     # Weights are fewer than buckets hold; then gate and up of one expert of each rank, or of gpt-oss a layer's experts in one
     # tensor, and its parts.
     clamped = replace(architecture, experts=replace(architecture.experts, clamp=7.0))
@@ -601,14 +609,23 @@ def test_an_fp8_server_by_hand():
 
 
 def test_sizes_in_words():
-    assert [size_text(size) for size in (0, 1023, 1536, 5 * GIB // 2, 100 * GIB, 2048 * GIB)] == [
-        "0 B", "1023 B", "1.50 KiB", "2.50 GiB", "100 GiB", "2.00 TiB",
+    sizes = (0, 1023, 1024, 1536, 7 * GIB // 2048, 5 * GIB // 2, 100 * GIB, 2048 * GIB)
+    assert [size_text(size) for size in sizes] == [
+        "0 B", "1023 B", "1.00 KiB", "1.50 KiB", "3.50 MiB", "2.50 GiB", "100 GiB", "2.00 TiB",
     ]  # fmt: skip
     memory = worst_stage(read_architecture(QWEN2), LayoutConfig(tp=4, dp=2), GPU_WORK)
     assert describe(memory).startswith(
         f"{size_text(memory.total)} (optimizer {size_text(memory.optimizer)}, "
     )
-    assert {*memory.items()} == {"parameters", "gradients", "optimizer", "activations", "logits", "transfer"}
+    middle = learner_memory(read_architecture(QWEN2), LayoutConfig(pp=4, dp=2), GPU_WORK, 1)
+    assert [*middle.items()] == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "pipeline",
+        "transfer",
+    ]
 
 
 def test_model_folders_are_read_like_everywhere(tmp_path):

@@ -293,6 +293,10 @@ def test_whitened_tokens_have_mean_zero_and_variance_one(offset):
     found_T = whiten(x_T, torch.ones(500, dtype=torch.bool), alone)
     assert abs(found_T.mean().item()) < 1e-9
     assert found_T.var().item() == pytest.approx(1.0, rel=1e-6)
+    rounded_T = whiten(x_T.float(), torch.ones(500, dtype=torch.bool), alone)
+    assert torch.equal(
+        rounded_T, whiten(x_T.float().double(), torch.ones(500, dtype=torch.bool), alone).float()
+    )
 
 
 def test_metrics_are_of_valid_tokens():
