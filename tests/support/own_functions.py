@@ -67,6 +67,11 @@ def changes(current, old, advantage):
     return -advantage * current
 
 
+def writes_to_old(current, old, advantage):
+    old.zero_()
+    return -advantage * current
+
+
 def overflows(current, old, advantage):
     return -advantage * (current - old).exp()
 

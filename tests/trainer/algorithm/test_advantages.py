@@ -247,6 +247,8 @@ def test_by_hand():
     assert opo(rewards, groups, torch.tensor([6, 2, 1, 1, 5])).tolist() == pytest.approx(
         [0.4, -0.6, -0.6, -0.6, 0.7]
     )
+    # A group's only response token is the whole baseline.
+    assert opo(torch.tensor([1.0, 0.5]), torch.zeros(2), torch.tensor([1, 0])).tolist() == [0.0, -0.5]
 
 
 def test_recurrences_by_hand():
