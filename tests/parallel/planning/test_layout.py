@@ -18,6 +18,7 @@ from parallel.planning.layout import (
     check_other_vocabulary,
     check_served_on_cpu,
     check_trainable,
+    fitting_layouts,
     layout_problems,
     layout_yaml,
     rollout_sizes,
@@ -331,6 +332,18 @@ def test_aligned_numerics_need_equal_pieces_without_padding(pieces, tp, intermed
         check_aligned_servers(tp, architecture)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (SPARSE, "covers dense models"),
+        (replace(DENSE, recurrent=NETS), "covers attention, and this qwen3 has gated"),
+    ],
+)
+def test_aligned_numerics_are_of_attention_in_dense_models(architecture, message):
+    with pytest.raises(ValueError, match=message):
+        check_numerics(2, architecture)
+
+
 def test_a_rollout_size_that_copies_key_value_heads_fits():
     validate_rollout_layout(CONFIG, 4)
     with pytest.raises(ValueError, match=r"num_attention_heads=4; use one of \[1, 2, 4\]"):
@@ -344,6 +357,19 @@ def test_other_models_have_the_policys_tokens_and_places_for_the_longest_sequenc
     check_other_positions("kl.model", DENSE, DENSE.max_positions)
     with pytest.raises(ValueError, match=f"a sequence may have {DENSE.max_positions + 1} tokens"):
         check_other_positions("kl.model", DENSE, DENSE.max_positions + 1)
+
+
+def test_layouts_that_are_tried_by_hand():
+    """Ten layers on 4 stages are 3, 3, 3, 1, and on 8 the last ones would have none; 3 is no power of two."""
+    ten, four = (replace(DENSE, num_layers=layers) for layers in (10, 4))
+    assert {found.pp for found in fitting_layouts(ten, None, context=(1,))} == {1, 2, 4, 5, 10}
+    by_chunks = fitting_layouts(four, None, chunks=(1, 2), context=(1,))
+    assert {(found.pp, found.vpp) for found in by_chunks} == {(1, 1), (2, 1), (4, 1), (2, 2)}
+    split = {
+        a: {(found.tp, found.sp) for found in fitting_layouts(a, None, context=(1,))} for a in (DENSE, SPARSE)
+    }
+    assert split[DENSE] == {(1, False), (2, False), (2, True), (4, False), (4, True)}
+    assert split[SPARSE] == {(1, False), (2, True), (4, True)}
 
 
 def test_half_precision_of_ieee_is_for_dense_models():
