@@ -236,11 +236,7 @@ def fitting_layouts(
     the model; of pipelines with a shorter last stage those of a power of two. ``chunks`` and ``context``: the values of vpp and
     cp to try."""
     num_experts = a.experts.num_experts if a.experts else 1
-    stages = [
-        n
-        for n in range(1, a.num_layers + 1)
-        if a.num_layers % n == 0 or (n.bit_count() == 1 and last_stage_layers(a.num_layers, n) is not None)
-    ]
+    stages = [n for n in range(1, a.num_layers + 1) if a.num_layers % n == 0 or n.bit_count() == 1]
     model_sizes = (divisors(a.num_heads), stages, divisors(num_experts))
     for tp, pp, ep, cp in itertools.product(*model_sizes, context):
         if _tp_misfits(a, tp) or (cp > 1 and a.recurrent is not None):

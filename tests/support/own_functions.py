@@ -67,6 +67,11 @@ def changes(current, old, advantage):
     return -advantage * current
 
 
+def writes_to_old(current, old, advantage):
+    old.zero_()
+    return -advantage * current
+
+
 def overflows(current, old, advantage):
     return -advantage * (current - old).exp()
 
@@ -137,6 +142,10 @@ def by_std(rewards_S, group_ids_S):
 
 def with_gradient(rewards_S, group_ids_S):
     return rewards_S * LEARNED
+
+
+def learned(log_ratio_N):
+    return bounded(log_ratio_N).exp() * LEARNED
 
 
 def negative(log_ratio_N):

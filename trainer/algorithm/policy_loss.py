@@ -229,7 +229,7 @@ def _objective_loss(
     cu_seqlens: Tensor,
 ) -> ObjectiveLoss:
     policies = (current_T, old_T, advantages_T)
-    parameters = {} if isinstance(objective, FunctionObjective) else objective.model_dump(exclude={"type"})
+    parameters = objective.model_dump(exclude={"type"})
     match objective:
         case ClippedObjective():
             return clipped(*policies, **parameters)

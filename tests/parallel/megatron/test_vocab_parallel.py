@@ -253,6 +253,8 @@ def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in
     for name in ("hidden", "weight"):
         assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], wanted[name].bfloat16())
     assert not torch.equal(found["logprobs"], fused(case)["logprobs"])
+    by_hidden = fused({**case, "hidden": case["hidden"].float()})
+    assert torch.equal(by_hidden["logprobs"], wanted["logprobs"])
 
 
 @pytest.mark.parametrize(

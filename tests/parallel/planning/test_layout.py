@@ -14,6 +14,11 @@ from parallel.planning.architecture import read_architecture
 from parallel.planning.layout import (
     check_aligned_servers,
     check_numerics,
+    check_other_positions,
+    check_other_vocabulary,
+    check_served_on_cpu,
+    check_trainable,
+    fitting_layouts,
     layout_problems,
     layout_yaml,
     rollout_sizes,
@@ -78,6 +83,12 @@ MOE = CONFIG | {
         ),
         (MOE, dict(tp=2), None, "layout.tp=2 without sp: .*; use sp=true or tp=1"),
         (
+            CONFIG | {"num_hidden_layers": 4},
+            dict(tp=3, pp=2, vpp=2),
+            None,
+            "layout.tp=3 does not divide .*; use tp=2 or tp=4$",
+        ),
+        (
             CONFIG,
             dict(cp=2),
             3,
@@ -99,6 +110,9 @@ MOE = CONFIG | {
         (CONFIG, dict(tp=2), 5, "5 processes do not fit .*dp=auto; use 4 processes"),
         (CONFIG, dict(tp=2, pp=2), 3, "3 processes do not fit .*; use 4 processes"),
         (MOE, dict(tp=2, sp=True, ep=6), 3, "3 processes do not fit .*; use 6 processes"),
+        (MOE, dict(pp=2, ep=2), 3, "3 processes do not fit .*; use 4 processes"),
+        (CONFIG, dict(dp=2), 1, r"1 processes do not fit .*dp=2; use dp=1, or 2 processes"),
+        (MOE, dict(ep=2, dp=2), 1, r"1 processes do not fit .*dp=2; use 2 processes"),
         (
             CONFIG | {"intermediate_size": 49},
             dict(tp=2, sp=True),
@@ -217,6 +231,10 @@ FIRST_DENSE = replace(SPARSE.experts, is_sparse=(False,) + (True,) * 5)
     [
         (DENSE, [1, 2, 4], ""),
         (replace(DENSE, recurrent=NETS), [1, 2], "linear_num_key_heads=2"),
+        # Four ranks split the 2 * 6 rows of a single head, or the 2 * 2 of each of two.
+        (replace(DENSE, num_kv_heads=1, head_dim=6), [1, 2, 4], ""),
+        (replace(DENSE, num_kv_heads=2, head_dim=2), [1, 2, 4], ""),
+        (replace(DENSE, model_type="olmo3"), [1, 2], "num_key_value_heads=2"),
         (replace(DENSE, intermediate_size=50), [1, 2], "intermediate_size=50"),
         (replace(SPARSE, intermediate_size=50), [1, 2, 4], ""),
         (replace(SPARSE, intermediate_size=50, experts=FIRST_DENSE), [1, 2], "intermediate_size=50"),
@@ -314,7 +332,65 @@ def test_aligned_numerics_need_equal_pieces_without_padding(pieces, tp, intermed
         check_aligned_servers(tp, architecture)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (SPARSE, "covers dense models"),
+        (replace(DENSE, recurrent=NETS), "covers attention, and this qwen3 has gated"),
+    ],
+)
+def test_aligned_numerics_are_of_attention_in_dense_models(architecture, message):
+    with pytest.raises(ValueError, match=message):
+        check_numerics(2, architecture)
+
+
 def test_a_rollout_size_that_copies_key_value_heads_fits():
     validate_rollout_layout(CONFIG, 4)
     with pytest.raises(ValueError, match=r"num_attention_heads=4; use one of \[1, 2, 4\]"):
         validate_rollout_layout(CONFIG, 8)
+
+
+def test_other_models_have_the_policys_tokens_and_places_for_the_longest_sequence():
+    check_other_vocabulary("kl.model", DENSE, DENSE)
+    with pytest.raises(ValueError, match=f"kl.model has a vocabulary of {DENSE.vocab_size - 1} tokens"):
+        check_other_vocabulary("kl.model", replace(DENSE, vocab_size=DENSE.vocab_size - 1), DENSE)
+    check_other_positions("kl.model", DENSE, DENSE.max_positions)
+    with pytest.raises(ValueError, match=f"a sequence may have {DENSE.max_positions + 1} tokens"):
+        check_other_positions("kl.model", DENSE, DENSE.max_positions + 1)
+
+
+def test_layouts_that_are_tried_by_hand():
+    """Ten layers on 4 stages are 3, 3, 3, 1, and on 8 the last ones would have none; 3 is no power of two."""
+    ten, four = (replace(DENSE, num_layers=layers) for layers in (10, 4))
+    assert {found.pp for found in fitting_layouts(ten, None, context=(1,))} == {1, 2, 4, 5, 10}
+    by_chunks = fitting_layouts(four, None, chunks=(1, 2), context=(1,))
+    assert {(found.pp, found.vpp) for found in by_chunks} == {(1, 1), (2, 1), (4, 1), (2, 2)}
+    split = {
+        a: {(found.tp, found.sp) for found in fitting_layouts(a, None, context=(1,))} for a in (DENSE, SPARSE)
+    }
+    assert split[DENSE] == {(1, False), (2, False), (2, True), (4, False), (4, True)}
+    assert split[SPARSE] == {(1, False), (2, True), (4, True)}
+
+
+def test_half_precision_of_ieee_is_for_dense_models():
+    check_trainable(DENSE, "float16")
+    check_trainable(SPARSE, "bfloat16")
+    with pytest.raises(ValueError, match=r"float16 cannot train a model with experts"):
+        check_trainable(SPARSE, "float16")
+
+
+def test_servers_have_no_tied_output_layer_of_a_model_with_experts():
+    validate_rollout_layout(CONFIG | {"tie_word_embeddings": True}, 1)
+    validate_rollout_layout(MOE, 1)
+    with pytest.raises(ValueError, match="tie_word_embeddings=true, which SGLang ignores in a qwen3_moe"):
+        validate_rollout_layout(MOE | {"tie_word_embeddings": True}, 1)
+
+
+def test_servers_without_tandem_s_plugin_serve_dense_models_of_full_attention_on_cpu():
+    nets = replace(DENSE, recurrent=NETS)
+    check_served_on_cpu(DENSE, has_plugin=False)
+    check_served_on_cpu(nets, has_plugin=True)
+    with pytest.raises(
+        ValueError, match="sglang_plugin=false: SGLang computes the recurrent layers of a qwen3"
+    ):
+        check_served_on_cpu(nets, has_plugin=False)

@@ -232,6 +232,31 @@ def test_passes_in_flight(layout, stage, microbatches, passes):
     assert in_flight(LayoutConfig(dp=1, **layout), stage, microbatches) == passes
 
 
+@pytest.mark.parametrize(
+    ("layout", "stage", "microbatches", "outputs"),
+    [
+        (dict(), 0, None, 0),
+        (dict(pp=2), 0, None, 3),  # two sent on, and the gradient that comes back
+        (dict(pp=2), 0, 1, 2),
+        (dict(pp=2), 1, None, 1),
+        (
+            dict(pp=3, vpp=2),
+            2,
+            None,
+            5,
+        ),  # the last stage sends its first chunk on: warm-up 3, and the one that runs
+        (dict(pp=2, tp=2), 0, None, 3),
+        (dict(pp=2, tp=4, sp=True), 0, None, 3 / 4),
+    ],
+)
+def test_a_pipeline_keeps_what_it_sent_on(layout, stage, microbatches, outputs):
+    architecture = read_architecture(QWEN2 | {"num_hidden_layers": 24})
+    work = replace(GPU_WORK, num_microbatches=microbatches, transfers_weights=False)
+    memory = learner_memory(architecture, LayoutConfig(dp=1, **layout), work, stage)
+    assert memory.pipeline == outputs * 16384 * 3584 * 2
+    assert memory.total - memory.lasting == memory.activations + memory.logits + memory.pipeline
+
+
 def test_layers_of_interleaved_stages():
     architecture = read_architecture(QWEN2 | {"num_hidden_layers": 8})
     layout = LayoutConfig(pp=2, vpp=2, dp=1)
@@ -303,11 +328,30 @@ def test_experts_are_divided_and_the_rest_is_not():
         recompute="none",
         distributed_optimizer=True,
     )
+    # A shared expert of 6 is split over tensor-parallel ranks, and its gate, H numbers, is not.
+    for has_gate in (False, True):
+        shared_expert = replace(architecture.experts, shared_size=6, has_shared_gate=has_gate)
+        beside = replace(architecture, experts=shared_expert)
+        for tp in (1, 2):
+            layout = LayoutConfig(tp=tp, sp=tp > 1, dp=1)
+            more = stage_parameters(beside, layout, 0)[0] - stage_parameters(architecture, layout, 0)[0]
+            assert more == 3 * 8 * 6 // tp + 8 * has_gate
+    # Weights are fewer than buckets hold; then gate and up of one expert of each rank, or of gpt-oss a layer's experts in one
+    # tensor, and its parts.
+    clamped = replace(architecture, experts=replace(architecture.experts, clamp=7.0))
+    for model, ep, gathered in (
+        (architecture, 1, 0),
+        (architecture, 2, 2),
+        (clamped, 1, 4),
+        (clamped, 2, 3 * 4),
+    ):
+        memory = learner_memory(model, LayoutConfig(ep=ep, dp=2), replace(work, transfers_weights=True), 0)
+        assert memory.transfer == 4 * (3736 + 576 + gathered * 2 * 8 * 6)
     shared = stage_parameters(architecture, LayoutConfig(dp=4), 0)[0]
     for ep, of_rank, copies in ((1, 576, 4), (2, 288, 2), (4, 144, 1)):
-        assert learner_memory(architecture, LayoutConfig(ep=ep, dp=4), work, 0).optimizer == 8 * (
-            shared // 4 + of_rank // copies
-        )
+        memory = learner_memory(architecture, LayoutConfig(ep=ep, dp=4), work, 0)
+        assert memory.optimizer == 8 * (shared // 4 + of_rank // copies)
+        assert memory.parameters == memory.gradients == 4 * (shared + of_rank)
 
 
 def test_a_run_counts_reference_and_critic():
@@ -330,6 +374,9 @@ def test_a_run_counts_reference_and_critic():
     # the critic has no output layer, but a head
     of_critic = stage_parameters(architecture, layout, 0)[0] - 76032 * 3584 + 3584
     assert memory.critic == 2 * of_critic + 4 * of_critic + 12 * of_critic // 4
+    assert memory.lasting == (
+        memory.parameters + memory.gradients + memory.optimizer + memory.reference + memory.critic
+    )
     assert memory.total == memory.lasting + max(
         memory.activations + memory.logits + memory.pipeline, memory.transfer
     )
@@ -355,7 +402,7 @@ def test_adapters_by_hand():
     whole = stage_parameters(architecture, layout, 0)[0]
     assert memory.parameters == 2 * (whole + trained)
     assert (memory.gradients, memory.optimizer) == (4 * trained, 12 * trained // 4)
-    assert memory.reference == 0  # the policy without its adapters
+    assert memory.reference == memory.critic == 0  # the reference is the policy without its adapters
     last = learner_memory(architecture, layout, work_of(config, "cuda"), 1)
     full = learner_memory(architecture, layout, replace(work_of(config, "cuda"), lora=None), 1)
     # No gradient of the output layer, whose rounding is more than the product of a chunk.
@@ -406,6 +453,38 @@ def test_a_critic_counts_by_its_own_model_and_settings():
     assert (swapped.activations, swapped.logits) == (alone.activations, alone.logits)
 
 
+MATRIX, TABLE = 3584 * 18944, 152064 * 3584
+"""Numbers of QWEN2's largest matrix of a layer, and of its embedding."""
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "work", "wanted"),
+    [
+        # Two buckets. On one rank nothing is gathered, so that no tensor needs more.
+        (dict(), 0, {}, 2 * 512 * MIB),
+        (dict(), 0, {"device": "cpu"}, 3 * 16 * MIB),
+        # Shards and the whole of the embedding, and gate and up, which are sent as they are.
+        (dict(tp=2), 0, {}, 2 * 512 * MIB + 2 * 2 * TABLE + 2 * 2 * MATRIX),
+        (dict(tp=2, pp=4), 3, {}, 2 * 512 * MIB + 2 * 2 * TABLE + 2 * 2 * MATRIX),
+        (dict(tp=2, pp=4), 1, {}, 2 * 512 * MIB + 2 * 2 * (2 * MATRIX) + 2 * 2 * MATRIX),
+        # In another dtype each is written to a bucket, which must hold the largest.
+        (dict(tp=2), 0, {"converts_weights": True}, 2 * 2 * TABLE + 2 * 2 * TABLE),
+        (dict(tp=2, pp=4), 1, {"converts_weights": True}, 2 * 512 * MIB + 2 * 2 * (2 * MATRIX)),
+        (dict(), 0, {"converts_weights": True, "dtype": "float32"}, 2 * 4 * TABLE),
+        (dict(pp=4), 1, {"converts_weights": True, "device": "cpu"}, 3 * 2 * MATRIX),
+        (dict(tp=2), 0, {"packs_weights": True}, 2 * 512 * MIB + 2 * 2 * TABLE),
+        (dict(), 0, {"packs_weights": True, "device": "cpu"}, 3 * (MATRIX + MATRIX // 8)),
+        (dict(), 0, {"transfers_weights": False}, 0),
+    ],
+)  # fmt: skip
+def test_a_transfer_by_hand(layout, stage, work, wanted):
+    memory = learner_memory(
+        read_architecture(QWEN2), LayoutConfig(dp=1, **layout), replace(GPU_WORK, **work), stage
+    )
+    assert memory.transfer == wanted
+
+
 def test_a_float32_output_layer_is_a_copy_of_the_weight():
     architecture, layout = read_architecture(QWEN2), LayoutConfig()
     rows = 152064
@@ -422,6 +501,24 @@ def test_a_float32_output_layer_is_a_copy_of_the_weight():
     assert logits_bytes(architecture, layout, replace(whole, fp32_lm_head=True)) == logits_bytes(
         architecture, layout, whole
     )
+
+
+@pytest.mark.parametrize(
+    ("recompute", "pp", "waits"), [("full", 1, 2 * TABLE), ("full", 2, 0), ("none", 1, 0)]
+)
+def test_a_tied_output_layer_s_gradient_waits_for_the_embedding_s(recompute, pp, waits):
+    """While layers are computed again; with the logits it was counted before."""
+    tied, untied = (
+        learner_memory(
+            read_architecture(QWEN2 | {"tie_word_embeddings": is_tied}),
+            LayoutConfig(pp=pp, dp=1),
+            replace(GPU_WORK, recompute=recompute),
+            pp - 1,
+        )
+        for is_tied in (True, False)
+    )
+    assert tied.activations - untied.activations == waits
+    assert tied.logits == max(0, untied.logits - waits)
 
 
 def test_the_worst_stage_is_an_end():
@@ -512,13 +609,23 @@ def test_an_fp8_server_by_hand():
 
 
 def test_sizes_in_words():
-    assert [size_text(size) for size in (0, 1023, 1536, 5 * GIB // 2, 100 * GIB, 2048 * GIB)] == [
-        "0 B", "1023 B", "1.50 KiB", "2.50 GiB", "100 GiB", "2.00 TiB",
+    sizes = (0, 1023, 1024, 1536, 7 * GIB // 2048, 5 * GIB // 2, 100 * GIB, 2048 * GIB)
+    assert [size_text(size) for size in sizes] == [
+        "0 B", "1023 B", "1.00 KiB", "1.50 KiB", "3.50 MiB", "2.50 GiB", "100 GiB", "2.00 TiB",
     ]  # fmt: skip
     memory = worst_stage(read_architecture(QWEN2), LayoutConfig(tp=4, dp=2), GPU_WORK)
     assert describe(memory).startswith(
         f"{size_text(memory.total)} (optimizer {size_text(memory.optimizer)}, "
     )
+    middle = learner_memory(read_architecture(QWEN2), LayoutConfig(pp=4, dp=2), GPU_WORK, 1)
+    assert [*middle.items()] == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "pipeline",
+        "transfer",
+    ]
 
 
 def test_model_folders_are_read_like_everywhere(tmp_path):

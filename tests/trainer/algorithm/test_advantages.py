@@ -247,6 +247,8 @@ def test_by_hand():
     assert opo(rewards, groups, torch.tensor([6, 2, 1, 1, 5])).tolist() == pytest.approx(
         [0.4, -0.6, -0.6, -0.6, 0.7]
     )
+    # A group's only response token is the whole baseline.
+    assert opo(torch.tensor([1.0, 0.5]), torch.zeros(2), torch.tensor([1, 0])).tolist() == [0.0, -0.5]
 
 
 def test_recurrences_by_hand():
@@ -293,6 +295,10 @@ def test_whitened_tokens_have_mean_zero_and_variance_one(offset):
     found_T = whiten(x_T, torch.ones(500, dtype=torch.bool), alone)
     assert abs(found_T.mean().item()) < 1e-9
     assert found_T.var().item() == pytest.approx(1.0, rel=1e-6)
+    rounded_T = whiten(x_T.float(), torch.ones(500, dtype=torch.bool), alone)
+    assert torch.equal(
+        rounded_T, whiten(x_T.float().double(), torch.ones(500, dtype=torch.bool), alone).float()
+    )
 
 
 def test_metrics_are_of_valid_tokens():
@@ -452,8 +458,9 @@ def test_advantages_carry_no_gradient(config):
     found = compute_advantages(
         batch, rewards_S, torch.zeros(2, dtype=torch.int64), config, penalty_T=penalty_T
     )
-    assert not found.advantages_T.requires_grad
+    assert not found.advantages_T.requires_grad and found.advantages_T.dtype == torch.float32
     assert found.returns_T is None or not found.returns_T.requires_grad
+    assert found.returns_T is None or found.returns_T.dtype == torch.float32
     assert (found.returns_T is not None) == isinstance(config, GaeAdvantage)
 
 

@@ -20,6 +20,7 @@ from trainer.algorithm.correction import (
     correct,
     correct_current,
     level_ratio,
+    weight_sums,
 )
 from trainer.algorithm.segments import valid_tokens
 from trainer.ranks.metrics import merge_metrics, values
@@ -281,8 +282,13 @@ def test_nothing_valid(config):
     )
 
 
+def own_weight(name: str, **chosen) -> CorrectionConfig:
+    function = f"tests.support.own_functions:{name}"
+    return config_of(weight={"level": "function", "function": function, "settings": chosen})
+
+
 @settings(max_examples=20, deadline=None)
-@given(configs)
+@given(configs | st.just(own_weight("learned")))
 def test_weights_carry_no_gradient(config):
     batch = random_batch([6, 3], seed=2)
     old_T = batch.old_logprobs_T.clone().requires_grad_()
@@ -312,14 +318,8 @@ def test_what_is_told_of_the_raw_ratio_does_not_depend_on_the_weight():
     """Of tokens, also where a function of the user's own makes the weight, or nothing does."""
     truncated = config_of(weight={"level": "token", "upper": 1.01})
     batch = random_batch([5, 7], seed=3)
-    own = {
-        "level": "function",
-        "function": "tests.support.own_functions:truncate",
-        "settings": {"upper": 1.01},
-    }
-    built_in, by_function, none = (
-        correct(batch, config) for config in (truncated, config_of(weight=own), NO_WEIGHT)
-    )
+    own = own_weight("truncate", upper=1.01)
+    built_in, by_function, none = (correct(batch, config) for config in (truncated, own, NO_WEIGHT))
     assert torch.equal(built_in.weights_T, by_function.weights_T)
     wanted = values(built_in.metrics)
     del wanted["mismatch/truncated_fraction"]
@@ -361,6 +361,8 @@ def test_bounds_by_hand(bound, wanted):
     result = correct(of_ratios([0.1, 1, 10], [3]), config_of(weight={"level": "token"} | bound))
     assert result.weights_T.tolist() == pytest.approx(wanted)
     assert result.keep_T.all(), "a weight of zero is no rejection: the token still counts"
+    with pytest.raises(ValueError, match="unknown weight bound 'other'; choose truncate"):
+        bounded_weights(result.weights_T, "other", lower=None, upper=None)
 
 
 def test_what_lies_on_a_bound_is_within():
@@ -386,6 +388,15 @@ def test_normalised_weights_have_mean_one_over_tokens_or_sequences():
     assert by_token.metrics["mismatch/weight_normaliser"].value == pytest.approx(1.6)
     by_sequence = correct(batch, config_of(weight={"level": "sequence", "bound": "none", "normalise": True}))
     assert by_sequence.weights_T.tolist() == pytest.approx([x / 2.5 for x in (4, 4, 4, 1, 1, 0)])
+    small = correct(of_ratios([0.5], [1]), config_of(weight={"level": "token", "normalise": True}))
+    assert small.weights_T.tolist() == [1.0]
+
+
+def test_normalised_weights_that_are_all_masked_stay_zero():
+    masked = {"level": "token", "bound": "mask", "upper": 2.0, "normalise": True}
+    result = correct(of_ratios([9, 8], [2]), config_of(weight=masked))
+    assert result.weights_T.tolist() == [0.0, 0.0]
+    assert result.metrics["mismatch/weight_normaliser"].value == 1.0
 
 
 def test_the_geometric_level_tells_apart_what_exp_would_round_away():
@@ -469,6 +480,9 @@ def test_veto_sees_the_unbounded_ratio_and_takes_the_whole_sequence():
     assert correct(far, config_of(veto=1e-12)).keep_T.tolist() == [False, False, False, True, True], (
         "e^-41.5 is below 1e-12"
     )
+    found = values(result.metrics)
+    assert (found["mismatch/veto/tokens"], found["mismatch/veto/sequences"]) == (1.0, 1.0)
+    assert found["mismatch/rejected/veto/tokens"] == found["mismatch/rejected/total/tokens"] == 3 / 5
 
 
 def test_every_rule_has_to_pass_and_is_counted_by_name():
@@ -488,6 +502,11 @@ def test_every_rule_has_to_pass_and_is_counted_by_name():
     assert found["mismatch/rejected/ratio_sequence/tokens"] == pytest.approx(4 / 6)
     assert found["mismatch/rejected/total/tokens"] == pytest.approx(4 / 6)
     assert found["mismatch/rejected/ratio_sequence/sequences"] == pytest.approx(2 / 3)
+    bounds = [{"lower": 0.1, "upper": 2}, {"lower": 0.5, "upper": 9}]
+    by_token = [{"rule": "ratio", "level": "token"} | bound for bound in bounds]
+    result = correct(of_ratios([3, 0.2, 1], [3]), config_of(reject=by_token))
+    assert result.keep_T.tolist() == [False, False, True]
+    assert values(result.metrics)["mismatch/kept_fraction"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("config", [NO_WEIGHT, TRUNCATED])
@@ -534,6 +553,10 @@ def test_sums_over_a_response_of_float32_keep_their_digits():
     assert ratio_N.dtype == torch.float32, "a loss of float32 stays one"
     found = ratio_N[0].item()
     assert found == pytest.approx(math.exp(math.fsum(log_ratio_N.tolist())), rel=2e-7)
+    weights_N = log_ratio_N.exp()
+    sums = weight_sums(weights_N, valid, "token"), weight_sums(weights_N, valid, "sequence")
+    exact = math.fsum(weights_N.tolist())
+    assert torch.cat(sums).tolist() == pytest.approx([exact, 1999, exact / 1999, 1], rel=1e-12)
     old_T, config = log_ratio_N - 9.0, config_of(reject=[{"rule": "k2", "reduce": "sum", "upper": 1.0}])
     batch = batch_of(torch.full((1999,), -9.0), old_T, valid.mask_T, [1999])
     found = correct(batch, config).metrics["mismatch/rejected/k2_sum/statistic_max"].value
@@ -564,6 +587,11 @@ def test_a_broken_logprob_names_its_sequence(name, value, place):
         ValueError, match=rf"{name} is (nan|-inf) on a response token of sequence 101 \(1 such"
     ):
         correct(batch.with_fields(**{name: broken}), TRUNCATED)
+
+
+def test_a_weight_of_a_function_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="weights_N must be finite and at least 0"):
+        correct(of_ratios([0.5], [1]), own_weight("negative"))
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -105,6 +105,14 @@ def test_boundaries_fit_the_tokens(bounds, told):
         batch_of(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
+def test_prompts_are_of_each_sequence():
+    told = (
+        r"prompt_ids_S has shape \(3,\), prompt_lengths_S \(2,\); pass one value for each of the 2 sequences"
+    )
+    with pytest.raises(ValueError, match=told):
+        batch_of(prompt_ids_S=torch.zeros(3).long(), prompt_lengths_S=torch.ones(2).long())
+
+
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_rows_of_another_length_are_not_packed(extra):
     """Too long in one sequence and too short in the next, the whole would fit."""

@@ -414,6 +414,16 @@ def test_first_update_has_zero_ppo_kl_and_no_clipping():
     }
 
 
+def test_an_objective_that_writes_to_old_leaves_current_alone_where_they_are_equal():
+    batch = with_weights(random_batch([5, 7], seed=5), "token_mean").with_fields(old_logprobs_T=None)
+    own = {"objective": objective_of("function", function="tests.support.own_functions:writes_to_old")}
+    found, wanted = (
+        loss_and_gradients(batch, batch.rollout_logprobs_T, torch.zeros(12), "policy_gradient", **terms)
+        for terms in (own, {})
+    )
+    assert all(map(torch.equal, found[:3], wanted[:3]))
+
+
 def test_errors_name_what_is_missing():
     batch = with_weights(random_batch([3], seed=0), "token_mean")
     current_T = torch.zeros(3)
@@ -574,6 +584,24 @@ def test_kept_tokens_are_counted_only_where_a_rule_may_reject(mode, reject):
     without = policy_loss(batch, current_T, current_T, correction=CorrectionConfig(), **terms)
     assert (found.counted is None) == (not reject) and without.counted is None
     assert torch.equal(found.loss, without.loss)
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_tokens_that_the_loss_itself_rejects_leave_it_as_known_weights_of_zero_do(denominator):
+    """Without ``kept_factor``: only the weights of rejected tokens are 0, whatever the denominator."""
+    batch = with_weights(random_batch([4, 3], seed=2, mask_T=torch.ones(7, dtype=torch.bool)), "token_mean")
+    drift_T = torch.tensor([0.0, 1.0, -0.3, 0.3, -1.0, 0.1, 0.0])
+    keep_T, current_T = drift_T.abs() < math.log(2), batch.rollout_logprobs_T + drift_T
+    known = batch.with_fields(old_logprobs_T=current_T, aggregation_T=batch.aggregation_T * keep_T)
+    here = batch.with_fields(old_logprobs_T=None, importance_weights_T=None)
+    rule = {"rule": "ratio", "level": "token", "lower": 0.5, "upper": 2.0}
+    fields = {"weight": {"level": "none"}, "reject": [rule], "denominator": denominator}
+    correction = CorrectionConfig.model_validate(fields)
+    found, wanted = (
+        loss_and_gradients(b, current_T, torch.ones(7), "clipped", correction=correction)
+        for b in (here, known)
+    )
+    assert all(map(torch.equal, found[:3], wanted[:3]))
 
 
 def test_off_policy_sequences_by_hand():

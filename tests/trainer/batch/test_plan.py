@@ -345,6 +345,9 @@ def test_pack_trajectories():
     assert batch.positions_T.tolist() == [0, 1, 0]
     assert batch.rollout_logprobs_T.tolist() == [-0.5, -1.0, -0.5]
     assert batch.sequence_ids_S.tolist() == [12, 3]
+    assert batch.cu_seqlens.dtype == batch.select([1]).cu_seqlens.dtype == torch.int32
+    elsewhere = batch.to(torch.device("meta"))
+    assert all(value.is_meta for _, value in elsewhere.per_token()) and elsewhere.cu_seqlens.is_cpu
     with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
         pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
     with pytest.raises(ValueError, match=r"sequences \[3\] have fewer than two tokens"):
