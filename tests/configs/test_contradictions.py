@@ -42,6 +42,8 @@ OF_A_RUN = [
     ("environment={type: tokens, environment: 'a:B'} kl={coefficient: 0.1, place: reward}", ""),
     ("environment={type: agent, command: [a.py]}", ""),
     ("advantage={type: grpo, credit: turn}", "advantage.credit"),
+    ("environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn} rollout.dynamic_sampling.type=resample", "rollout.dynamic_sampling"),
+    ("environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: episode} rollout.dynamic_sampling.type=resample", ""),
     ("environment={type: agent, command: [./a], reward: agent}", ""),
     ("environment={type: agent, command: [./a], reward: run} reward.type=countdown", ""),
     (JSONL + " reward.type=code", ""),
