@@ -78,7 +78,12 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
         ),
         "dense": small_config(small_model(folder / "dense")),
         "experts": small_config(small_model(folder / "experts", "qwen3_moe"), tp=2, sp=True, ep=2),
-        "critic": small_config(small_model(folder / "critic"), "advantage.type=gae", "critic.warmup_steps=3"),
+        "critic": small_config(
+            small_model(folder / "critic"),
+            "advantage.type=gae",
+            "critic.warmup_steps=3",
+            "correction=decoupled_geo_rs",  # which sequences it rejects depends on weights
+        ),
         # Latent attention, and a pipeline whose last stage has one layer of three.
         "latent": small_config(
             make_moe_model(folder / "latent", "deepseek_v3", num_hidden_layers=3), tp=2, sp=True, pp=2
