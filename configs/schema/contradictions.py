@@ -64,14 +64,12 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
             "the coefficient would jump",
             f"use several times as many, such as {10 * responses}",
         )
-    learns = f"type={config.advantage.type}" if config.advantage.type in ("gae", "reinforce_pp") else None
-    if learns is None and config.credits_turns:  # siblings may earn equal rewards at different turns
-        learns = "credit=turn"
-    if config.rollout.dynamic_sampling.type != "none" and learns is not None:
+    if config.rollout.dynamic_sampling.type != "none" and config.advantage.type in ("gae", "reinforce_pp"):
         yield Contradiction(
-            (f"advantage.{learns.partition('=')[0]}", "rollout.dynamic_sampling.type"),
-            f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.{learns} learns from them too",
-            "set rollout.dynamic_sampling.type=none, or use an advantage within groups with credit=episode",
+            ("advantage.type", "rollout.dynamic_sampling.type"),
+            f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.type={config.advantage.type} learns from them "
+            "too",
+            "set rollout.dynamic_sampling.type=none, or use an advantage within groups",
         )
     if config.learner.old_logprobs == "always" and config.correction.mode == "bypass":
         yield Contradiction(

@@ -14,7 +14,6 @@ task: {type: countdown}
 rollout: {prompts_per_step: 16, group_size: 4, max_new_tokens: 14}
 """
 JSONL = "task={type: jsonl, train_path: a.jsonl}"
-TOKENS = "environment={type: tokens, environment: 'a:B'}"
 # Overrides of BASE, and a part of the fields that are refused; nothing where the config is sound.
 OF_A_RUN = [
     ("rollout.group_size=1 advantage.type=reinforce_pp", ""),
@@ -37,14 +36,12 @@ OF_A_RUN = [
     ("critic.warmup_steps=1", "advantage.type"),
     ("advantage.type=gae steps=5 critic.warmup_steps=4", ""),
     ("advantage.type=gae steps=5 critic.warmup_steps=5", "critic.warmup_steps"),
-    (TOKENS + " advantage={type: grpo, credit: turn}", ""),
-    (TOKENS + " advantage={type: gae, credit: turn} kl={coefficient: 0.1, place: reward}", ""),
-    (TOKENS + " advantage={type: grpo, credit: turn} kl={coefficient: 0.1}", ""),
-    (TOKENS + " kl={coefficient: 0.1, place: reward}", ""),
+    ("environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn}", ""),
+    ("environment={type: tokens, environment: 'a:B'} advantage={type: gae, credit: turn} kl={coefficient: 0.1, place: reward}", ""),
+    ("environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn} kl={coefficient: 0.1}", ""),
+    ("environment={type: tokens, environment: 'a:B'} kl={coefficient: 0.1, place: reward}", ""),
     ("environment={type: agent, command: [a.py]}", ""),
     ("advantage={type: grpo, credit: turn}", "advantage.credit"),
-    (TOKENS + " advantage={type: grpo, credit: turn} rollout.dynamic_sampling.type=resample", "rollout.dynamic_sampling"),
-    (TOKENS + " advantage={type: grpo, credit: episode} rollout.dynamic_sampling.type=resample", ""),
     ("environment={type: agent, command: [./a], reward: agent}", ""),
     ("environment={type: agent, command: [./a], reward: run} reward.type=countdown", ""),
     (JSONL + " reward.type=code", ""),
