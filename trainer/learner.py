@@ -159,8 +159,10 @@ class Learner:
 
     @property
     def _shares_prompts(self) -> bool:
+        """All models get the same micro-batches: one that computes samples whole would have far more than the budget."""
         settings = self._config.learner
-        return settings.share_prompts and settings.routing == "own" and self.engine.shares_prompts
+        all_share = all(engine.shares_prompts for engine in self._engines)
+        return settings.share_prompts and settings.routing == "own" and all_share
 
     def _routing(self) -> Routing | None:
         """Shape and dtype of the experts that come with the samples; None if the learner does not replay

@@ -106,8 +106,8 @@ class LearnerConfig(Schema):
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a micro-batch. ``token_budget`` then counts it once, and an eighth for
     each sample, whose attention copies the prompt's keys and values. Values and gradients are those of whole sequences,
-    up to rounding. It has no effect with layout.cp above 1, model.numerics=aligned, replayed experts, or Transformer
-    Engine: there each sample is computed whole."""
+    up to rounding. It has no effect with layout.cp above 1, model.numerics=aligned, replayed experts, or if the policy, the
+    critic or kl.model has recurrent layers or is computed by Transformer Engine: there each sample is computed whole."""
     skip_zero_gradients: bool = True
     """Run no backward pass for groups whose siblings all have the same reward, nor for masked responses. If
     advantages compare siblings, the gradient of these groups is zero. They get their own micro-batches with a forward pass

@@ -13,6 +13,7 @@ import psutil
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from launch.processes.imports import imported_for_good
+from launch.roles.start import quiet_end
 from parallel.planning.simulated import SimulatedRank
 
 SIMULATED_VARIABLE = "TANDEM_SIMULATED"
@@ -53,6 +54,7 @@ def simulate_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[Simulate
 def _simulate(config: RunConfig, rank: int) -> SimulatedRank:
     import warnings
 
+    quiet_end()
     os.environ[SIMULATED_VARIABLE] = "1"  # in this process only, before it imports Megatron
     warnings.filterwarnings("ignore")  # of Megatron and torch, about missing devices
     with imported_for_good():

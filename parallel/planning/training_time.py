@@ -4,7 +4,7 @@ Legend: as in ``memory.py``; m micro-batches of a minibatch on each rank.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -52,14 +52,16 @@ class Batch:
     """m, of each minibatch."""
 
 
-def batch_of(architecture: Architecture, config: RunConfig, lengths: Lengths, layout: LayoutConfig) -> Batch:
-    """The batch of each of the ``dp`` copies. Micro-batches are full: as many as the tokens need."""
+def batch_of(
+    config: RunConfig, lengths: Lengths, layout: LayoutConfig, models: Sequence[Architecture]
+) -> Batch:
+    """The batch of each of the ``dp`` copies, for all models. Micro-batches are full: as many as the tokens need."""
     rollout, learner = config.rollout, config.learner
     whole, counted = step_load(
         lengths,
         rollout.prompts_per_step,
         rollout.group_size,
-        shares=shares_prompts(architecture, config, layout),
+        shares=all(shares_prompts(model, config, layout) for model in models),
     )
     full = math.ceil(counted / (layout.dp_size * learner.minibatches * learner.token_budget))
     multiple = layout.microbatch_multiple
@@ -87,7 +89,7 @@ def step_load(lengths: Lengths, groups: int, group_size: int, *, shares: bool) -
 
 
 def shares_prompts(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> bool:
-    """Whether the learner computes a shared prompt once. Transformer Engine, which a plan does not know of, does not."""
+    """Whether this model computes a shared prompt once. Transformer Engine, which a plan does not know of, does not."""
     is_whole = (
         architecture.recurrent is not None
         or layout.cp > 1
@@ -109,7 +111,7 @@ def training_time(
 ) -> Training:
     """Training of a step. A critic has as many passes as the policy, one of them before the update. reference: of a model of
     its own, which has one; None: its pass is as the policy's."""
-    batch = batch_of(architecture, config, lengths, layout)
+    batch = batch_of(config, lengths, layout, [*filter(None, (architecture, critic, reference))])
     over, rollout = machine.hardware.overheads, config.rollout
     models = [(architecture, scored_passes(config) - (reference is not None), True)]
     if critic is not None:

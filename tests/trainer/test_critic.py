@@ -1,6 +1,8 @@
 """The critic: values against transformers, gradients against autograd, layouts and splits that do not matter,
 checkpoints."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModel
@@ -8,13 +10,16 @@ from transformers import AutoModel
 from configs.schema import RunConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.model import ModelConfig
-from configs.schema.objective import GaeAdvantage
+from configs.schema.objective import AggregationConfig, GaeAdvantage
 from configs.schema.task import CountdownTask
 from parallel.checkpoints.checkpoint import CheckpointError
+from parallel.megatron import platform
 from parallel.megatron.schedule import NonFiniteError
+from rollout.records import Group
 from tests.support.megatron_workers import (
     clipped_loss,
     gradients_of,
+    learner_config,
     make_batch,
     make_engine,
     make_hf_model,
@@ -31,7 +36,10 @@ from tests.support.megatron_workers import (
     work_value_checkpoint,
     work_value_updates,
 )
+from tests.support.records import trajectory
+from tests.support.recurrent_models import make_recurrent_model
 from trainer.critic import Critic
+from trainer.learner import Learner
 
 LENGTHS = [9, 5, 12, 9, 3, 20, 5, 12]
 
@@ -328,3 +336,34 @@ def test_two_ranks_resume_bitwise_and_under_another_layout(folder, tmp_path, dis
     ):
         assert all(torch.equal(t, rank["at"][n]) for n, t in saved[0]["at"].items())
         assert relative_difference(rank["after"], saved[0]["after"]) < 1e-5
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_a_critic_that_computes_samples_whole_gets_no_more_than_the_budget(tmp_path, folder, is_recurrent):
+    """One prompt of 12 tokens, four responses of two. A dense critic computes the prompt once, as the policy does."""
+    make = (
+        partial(make_recurrent_model, kind="qwen3_5_text")
+        if is_recurrent
+        else partial(make_hf_model, kind="qwen3")
+    )
+    samples = [
+        trajectory(
+            group_id=0, sibling_id=sibling, prompt_id="p", token_ids=[*range(12), 2, sibling], token_versions=[0] * 14,
+            response_mask=[False] * 12 + [True] * 2, rollout_logprobs=[-1.0] * 14, reward=float(sibling), reward_parts={},
+        )
+        for sibling in range(4)
+    ]  # fmt: skip
+    platform.init_distributed(60.0)
+    one = {"minibatches": 1}
+    config = learner_config(
+        folder, data_parallel=1, aggregation=AggregationConfig(), sharded=True, learner=one
+    )
+    advantage, critic = (
+        GaeAdvantage(type="gae"),
+        CriticConfig(model=ModelConfig(path=make(tmp_path / "c"), dtype="float32")),
+    )
+    learner = Learner(config.model_copy(update={"advantage": advantage, "critic": critic}))
+    batch = learner.receive([Group(group_id=0, prompt_id="p", trajectories=samples)])
+    tokens = [microbatch.num_tokens for microbatch in batch.microbatches()]
+    assert (max(tokens) > config.learner.token_budget) != is_recurrent
+    assert sum(tokens) == 4 * 13

@@ -140,7 +140,7 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     metrics |= weighed
     valid_S = bounds_S.diff()
     # Rules on whole sequences are decided and counted by sequence, and spread to the tokens once.
-    keep_N, keep_S, passed_S = None, torch.ones_like(valid_S, dtype=torch.bool), {}
+    keep_N, keep_S, passed_S = None, None, {}
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
         judged = _judged(tokens, rule)
         passed, bounds = judged.passed, judged.bounds
@@ -152,21 +152,22 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
             is_log_ratio=isinstance(rule, RatioRule),
         )
         if bounds is bounds_S:
-            passed_S[name], keep_S = valid_S * passed, keep_S & passed
+            passed_S[name], keep_S = valid_S * passed, _both(keep_S, passed)
         else:
             passed_N = passed if bounds is None else spread(passed, bounds)
             passed_S[name] = count_per_sequence(passed_N, bounds_S)
-            keep_N = passed_N if keep_N is None else keep_N & passed_N
+            keep_N = _both(keep_N, passed_N)
     if config.veto is not None:
         below_S = count_per_sequence(log_ratio_N < math.log(config.veto), bounds_S)
         spared_S = below_S == 0
-        passed_S["veto"], keep_S = valid_S * spared_S, keep_S & spared_S
+        passed_S["veto"], keep_S = valid_S * spared_S, _both(keep_S, spared_S)
         metrics |= veto_metrics(below_S)
-    kept_S = (valid_S if keep_N is None else count_per_sequence(keep_N, bounds_S)) * keep_S
+    kept_S, keep_T = valid_S, valid.mask_T
+    if keep_N is not None:
+        kept_S, keep_T = count_per_sequence(keep_N, bounds_S), valid.put_back(keep_N)
+    if keep_S is not None:
+        kept_S, keep_T = kept_S * keep_S, keep_T & spread(keep_S, cu_seqlens)
     metrics |= rejection_metrics(passed_S, kept_S, valid_S)
-    keep_T = valid.mask_T if keep_N is None else valid.put_back(keep_N)
-    if not keep_S.all():
-        keep_T = keep_T & spread(keep_S, cu_seqlens)
     if tokens.lag_N is not None:
         metrics |= staleness_metrics(
             tokens.lag_N,
@@ -177,6 +178,10 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
             bounds_S=bounds_S,
         )
     return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, metrics=metrics)
+
+
+def _both(keep: Tensor | None, passed: Tensor) -> Tensor:
+    return passed if keep is None else keep & passed
 
 
 def _weigh(

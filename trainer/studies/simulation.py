@@ -130,6 +130,8 @@ def _short(config: RunConfig) -> RunConfig:
         update={
             "steps": 1,
             "learner": config.learner.model_copy(update={"minibatches": 1, "old_logprobs": old}),
+            # Its one step trains the policy too.
+            "critic": config.critic and config.critic.model_copy(update={"warmup_steps": 0}),
             "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
             "evaluation": config.evaluation.model_copy(update={"every": 0, "at_ends": False}),
             "tracking": config.tracking.model_copy(update={"sample_groups": 0}),

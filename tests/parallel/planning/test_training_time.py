@@ -23,15 +23,15 @@ from tests.support.step_times import ALIKE, DENSE, ROUND, close, hardware, run_c
 
 def test_the_batch_by_hand():
     """8 samples of 109 tokens for the model: 872, two micro-batches of 436."""
-    batch = batch_of(DENSE, run_config(), ALIKE, LayoutConfig(dp=1))
+    batch = batch_of(run_config(), ALIKE, LayoutConfig(dp=1), [DENSE])
     assert (batch.load, batch.microbatches) == (whole_samples(8, 109, 100), 2)
-    halved = batch_of(DENSE, run_config(), ALIKE, LayoutConfig(dp=2))
+    halved = batch_of(run_config(), ALIKE, LayoutConfig(dp=2), [DENSE])
     assert (halved.load, halved.microbatches) == (whole_samples(4, 109, 100), 1)
     assert (
-        batch_of(DENSE, run_config(learner={"minibatches": 2}), ALIKE, LayoutConfig(dp=1)).microbatches == 1
+        batch_of(run_config(learner={"minibatches": 2}), ALIKE, LayoutConfig(dp=1), [DENSE]).microbatches == 1
     )
     interleaved = LayoutConfig(dp=1, pp=4, vpp=2)
-    assert batch_of(DENSE, run_config(), ALIKE, interleaved).microbatches == 4
+    assert batch_of(run_config(), ALIKE, interleaved, [DENSE]).microbatches == 4
 
 
 def test_shared_prompts_are_counted_once_with_an_eighth_for_each_sample():
@@ -44,13 +44,14 @@ def test_shared_prompts_are_counted_once_with_an_eighth_for_each_sample():
     assert (load.tokens, load.pairs, load.predicted) == (tokens, pairs, sum(responses))
     assert counted == tokens + 12 * 16 / 8
     shared, split = run_config(learner={"share_prompts": True}), LayoutConfig(cp=2, dp=1)
-    assert batch_of(DENSE, shared, ALIKE, LayoutConfig(dp=1)).load.tokens == 4 * 10 + 8 * 99
-    assert batch_of(DENSE, shared, ALIKE, split).load.tokens == 8 * 109
+    assert batch_of(shared, ALIKE, LayoutConfig(dp=1), [DENSE]).load.tokens == 4 * 10 + 8 * 99
+    assert batch_of(shared, ALIKE, split, [DENSE]).load.tokens == 8 * 109
     nets = Recurrent(
         is_recurrent=(True, False) * 2, key_heads=2, value_heads=2, key_dim=8, value_dim=8, width=4
     )
     recurrent = replace(DENSE, recurrent=nets)
-    assert batch_of(recurrent, shared, ALIKE, LayoutConfig(dp=1)).load.tokens == 8 * 109
+    for models in ([recurrent], [DENSE, recurrent]):  # all models get the same micro-batches
+        assert batch_of(shared, ALIKE, LayoutConfig(dp=1), models).load.tokens == 8 * 109
 
 
 def test_training_on_one_rank_by_hand():

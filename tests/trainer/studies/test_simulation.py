@@ -78,6 +78,12 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
         ),
         "dense": small_config(small_model(folder / "dense")),
         "experts": small_config(small_model(folder / "experts", "qwen3_moe"), tp=2, sp=True, ep=2),
+        "critic": small_config(
+            small_model(folder / "critic"),
+            "advantage.type=gae",
+            "critic.warmup_steps=3",
+            "correction=decoupled_geo_rs",  # which sequences it rejects depends on weights
+        ),
         # Latent attention, and a pipeline whose last stage has one layer of three.
         "latent": small_config(
             make_moe_model(folder / "latent", "deepseek_v3", num_hidden_layers=3), tp=2, sp=True, pp=2
@@ -102,6 +108,7 @@ def simulated(configs) -> dict[tuple[str, int], SimulatedRank]:
         ("large", 4),
         ("dense", 0),
         ("experts", 0),
+        ("critic", 0),
         ("latent", 0),
         ("latent", 2),
         ("recurrent", 0),
@@ -186,6 +193,17 @@ def test_flops_of_gated_delta_nets_are_nearly_the_plans(simulated, configs):
     assert rank.parts["update"].flops == pytest.approx(
         planned_flops(configs["recurrent"], rank)["update"], rel=0.003
     )
+
+
+def test_the_policy_is_trained_in_a_critics_warm_up_too(simulated, configs):
+    """A critic's update is the policy's, without the output layer and with a head of one row: forward, and twice backward."""
+    rank = simulated["critic", 0]
+    step, policy = rank.step, planned_flops(configs["critic"], rank)["update"]
+    output = (
+        8 * padded_vocab_size(DENSE["vocab_size"], 1) * DENSE["hidden_size"] * step.samples * step.response
+    )
+    head = 6 * DENSE["hidden_size"] * step.tokens
+    assert rank.parts["update"].flops == 2 * policy + step.microbatches * (head - output)
 
 
 OF_PLAN = {
