@@ -8,10 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import yaml
-
 from configs.loader import load_config
-from configs.reading.named_files import TOKENIZERS
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, check_new_page
 from launch.processes.locks import locked
@@ -19,9 +16,8 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
-from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder, text_of
+from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
 from rollout.terminal_text import tandem_command
-from trainer.file_system import read_file
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
@@ -40,32 +36,16 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
             raise BadInput(f"{error}; leave --adapter out to export its model")
     step = _best_step(folder) if best else None
     busy = f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
-    with _writing_alone(out), _lock_where_possible(folder.export_lock, busy) or contextlib.nullcontext():
+    with _lock_where_possible(folder.export_lock, busy) or contextlib.nullcontext():
         exported = _export(folder, out, adapter=adapter, step=step)
-    if not adapter:
-        _tell_of_missing(folder, out)
     what = "the adapters" if adapter else "the model"
     of_step = "" if exported is None else f" of step {exported}"
     print(f"exported {what}{of_step} to {out}", flush=True)
 
 
-def _tell_of_missing(folder: RunFolder, out: Path) -> None:
-    """Name the files beside the weights that model.path has and the export lacks: a program may then end answers or render
-    chats in another way. model.path may be gone by now."""
-    from parallel.weights.hf_headers import COMPANIONS
-
-    try:
-        source = Path(yaml.safe_load(text_of(folder.config))["model"]["path"])
-        lost = [name for name in COMPANIONS if (source / name).is_file() and not (out / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
-        return
-    if lost:
-        print(f"{out} lacks {', '.join(lost)}, which {source} has; copy from there what you need", flush=True)
-
-
 def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
-    """Lock against a second export of the run, or into the same OUT, which would take this one's files. None in a folder
-    without write permission or locks. Raises BadInput with ``busy`` if another process has the lock."""
+    """Lock against a second export of the run, which would take this one's files. None in a folder without write permission
+    or locks. Raises BadInput with ``busy`` if another process has the lock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return locked(path)
@@ -73,31 +53,6 @@ def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
         raise BadInput(busy) from None
     except (OSError, ValueError):
         return None
-
-
-@contextlib.contextmanager
-def _writing_alone(out: Path) -> Iterator[None]:
-    """Hold a lock beside OUT, and remove its file while holding it. A process that gets the lock of a removed file knows that
-    another export has just ended."""
-    path = out.with_name(f".{out.name}.lock")
-    error = f"OUT: {out} is being written by another export; wait for it, or name another folder"
-    lock = _lock_where_possible(path, error)
-    if lock is None:
-        yield
-        return
-    with lock:
-        try:
-            is_there = os.path.samestat(path.stat(), os.fstat(lock.fileno()))
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            raise BadInput(error)
-        try:
-            with as_bad_input():
-                check_new_folder("OUT", out)  # it may be there by now
-            yield
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def _best_step(folder: RunFolder) -> int:
@@ -118,15 +73,10 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
     finished, exported = folder.hf, folder.export
     if adapter:
         finished, exported = folder.adapter, folder.exported_adapter
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _partial(out)
     try:
         is_final = step is None and folder.has_final_model()
-        if not is_final:
-            exported_step = _export_checkpoint(folder, step)
-        else:
-            exported_step = folder.steps_of_model([])
-            _check_finished(folder, adapter=adapter)
+        exported_step = folder.steps_of_model([]) if is_final else _export_checkpoint(folder, step)
         with _one_error_for(out, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
             if is_final:
@@ -141,41 +91,9 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         folder.export_request.unlink(missing_ok=True)
 
 
-def _check_finished(run: RunFolder, *, adapter: bool) -> None:
-    """A quick check by the JSON files, the weights' headers and the tokenizer. A copy of a damaged model would look complete."""
-    folder = run.adapter if adapter else run.hf
-    try:
-        problems = _adapter_problems(folder) if adapter else _model_problems(folder)
-        for file in sorted(folder.glob("*.json")):
-            read_file(file, {}, problems)
-    except ValueError as error:  # of config.json, the tokenizer or an adapter's weights
-        problems = [str(error)]
-    if problems:
-        damaged = "adapter" if adapter else "model"
-        fix = f"move {run.hf} away to export the newest checkpoint instead"
-        raise BadInput(f"RUN: its {damaged} is damaged: {'; '.join(problems)}; or {fix}")
-
-
-def _model_problems(hf: Path) -> list[str]:
-    """Raises ValueError, see ``_check_finished``."""
-    from launch.checks.model_files import open_tokenizer
-    from parallel.planning.architecture import architecture_of
-    from parallel.weights.hf_headers import weight_problems
-
-    problems = weight_problems(hf, architecture_of(hf))
-    open_tokenizer(hf)
-    if not any((hf / name).exists() for name in TOKENIZERS):
-        problems.append(f"{hf} has no tokenizer (none of {', '.join(TOKENIZERS)}); copy that of model.path")
-    return problems
-
-
-def _adapter_problems(adapter: Path) -> list[str]:
-    """Raises ValueError, see ``_check_finished``."""
-    from parallel.weights.hf_headers import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_header
-
-    read_header(adapter / ADAPTER_WEIGHTS)
-    config = adapter / ADAPTER_CONFIG
-    return [] if config.exists() else [f"{config} is missing; copy it again"]
+def _partial(out: Path) -> Path:
+    """The folder that becomes OUT once it is whole. Two exports into one OUT do not share it."""
+    return out.with_name(f".{out.name}.{os.getpid()}.partial")
 
 
 @contextlib.contextmanager
@@ -189,7 +107,7 @@ def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
             raise BadInput(f"{renamed}. The same command exports the newest weights") from error
         # shutil.Error lists an error for each file that could not be copied.
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else str(error)
-        if copied is not None and str(copied) in reason and f".{out.name}.partial" not in reason:
+        if copied is not None and str(copied) in reason and str(_partial(out)) not in reason:
             raise BadInput(f"RUN: {copied} cannot be read: {reason}; the partial copy was removed") from error
         raise BadInput(
             f"OUT: {out} cannot be written: {reason}; the partial copy was removed. Free space there, or name a folder on another disk"
