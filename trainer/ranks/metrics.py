@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.rank_objects import bytes_of_all_ranks
+from parallel.rank_objects import from_all_ranks
 
 
 class Reduction(StrEnum):
@@ -191,12 +190,7 @@ def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[
     """The exact merge over all ranks of ``group`` (None: this process alone), the same on every rank."""
     if group is None or dist.get_world_size(group) == 1:
         return dict(metrics)
-    everyone = bytes_of_all_ranks(msgspec.msgpack.encode(dict(metrics)), group)
-    return merge_metrics(map(_DECODER.decode, everyone))
-
-
-_DECODER = msgspec.msgpack.Decoder(dict[str, Metric])
-"""msgpack keeps all bits of a float, even of infinity and NaN."""
+    return merge_metrics(from_all_ranks(dict(metrics), group))
 
 
 def values(metrics: Metrics) -> dict[str, float]:
