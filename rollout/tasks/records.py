@@ -3,14 +3,10 @@
 import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
-
-if TYPE_CHECKING:
-    import pyarrow
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -184,28 +180,9 @@ def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str])
         columns = sorted(roots) if roots and set(roots) <= set(names) else None
         first = 1
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-            yield from enumerate(_column_values(batch.to_struct_array()), start=first)
+            yield from enumerate(batch.to_pylist(), start=first)
             first += len(batch)
             if progress is not None:
                 progress((first - 1) / rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
-
-
-def _column_values(array: "pyarrow.Array") -> list:
-    """``array.to_pylist()`` column by column: several times faster for objects and lists of objects."""
-    from pyarrow import types
-
-    if types.is_struct(array.type):
-        columns = [_column_values(column) for column in array.flatten()]
-        names = [field.name for field in array.type]
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-        rows = rows if columns else [{} for _ in array]
-    elif types.is_list(array.type) and types.is_struct(array.type.value_type):
-        inner, lengths = iter(_column_values(array.flatten())), array.value_lengths().to_pylist()
-        rows = [list(islice(inner, length or 0)) for length in lengths]
-    else:
-        return array.to_pylist()
-    if array.null_count == 0:
-        return rows
-    return [row if valid else None for row, valid in zip(rows, array.is_valid().to_pylist(), strict=True)]

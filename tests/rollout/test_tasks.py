@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema.run import JsonlSftData
@@ -28,7 +28,6 @@ from rollout.tasks import (
     load_task,
     longer_than,
     read_pairs,
-    records,
     survey_task_file,
 )
 from rollout.tiny_model import make_tiny_countdown_model
@@ -607,28 +606,6 @@ def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
         load_task(gsm8k(write_lines(tmp_path / "c.csv", "a,b")), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="cannot be read as parquet"):
         load_task(gsm8k(write_lines(tmp_path / "d.parquet", "PAR")), tokenizer=tokenizer)
-
-
-nested = st.recursive(
-    st.none() | st.integers(-9, 9) | st.text("ab", max_size=2),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    rows=st.lists(st.dictionaries(st.sampled_from("abc"), nested, max_size=3), max_size=5),
-    start=st.integers(0, 4),
-)
-def test_parquet_values_are_those_of_pyarrow(rows, start):
-    """Also of a slice, whose columns keep the rows before it."""
-    try:
-        array = pyarrow.array(rows, type=None if rows else pyarrow.struct([("a", pyarrow.string())]))
-    except (pyarrow.ArrowException, TypeError):
-        assume(False)  # rows of several types, which no parquet file holds
-    assert records._column_values(array[start:]) == array[start:].to_pylist()
-    assert records._column_values(array) == array.to_pylist()
 
 
 def test_a_kept_row_is_whole_in_either_kind_of_file(tmp_path, tokenizer):
