@@ -20,7 +20,6 @@ from trainer.report.series import (
     smoothing_width,
     thinned,
     with_gaps,
-    within_scales,
 )
 
 if TYPE_CHECKING:
@@ -176,7 +175,6 @@ def draw_lines(
     runs: the labels of all compared runs, if the lines are of runs. A run then has the same style in every panel, and
     with many runs ``draw_legend`` draws the legend.
     """
-    drawn = [(label, within_scales(series)) for label, series in drawn]
     labels, is_crowded = runs or [label for label, _ in drawn], len(runs) > FEW_RUNS
     for label, series in drawn:
         style = line_style(labels.index(label), len(labels))

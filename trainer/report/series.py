@@ -14,9 +14,6 @@ from trainer.report.pictures import MAX, Buckets, Lines, Panel, Shares
 MOST_POINTS = 2000
 """Most points of a line. More would be narrower than a pixel, and a page would grow with the run."""
 
-MOST_DRAWN = 1e100
-"""Greater values are drawn as this one, because the arithmetic of matplotlib's scales overflows before floats do."""
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -131,11 +128,6 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
         kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     places = sorted(kept)
     return [steps[place] for place in places], [values[place] for place in places]
-
-
-def within_scales(series: Series) -> Series:
-    """The series with values of at most ``MOST_DRAWN`` in size."""
-    return Series(series.steps, [min(max(value, -MOST_DRAWN), MOST_DRAWN) for value in series.values])
 
 
 def smoothing_width(series: Series) -> int:

@@ -529,22 +529,6 @@ def test_a_bucket_of_which_no_maximum_was_finite_has_the_bar_of_its_mean_alone()
         page_module.as_svg(axes.figure)
 
 
-@pytest.mark.parametrize("steps", [range(1, 4), range(1, 20)])
-def test_values_near_the_end_of_the_floats_are_drawn_without_a_word(steps):
-    """matplotlib's scales overflowed, and it raised or warned."""
-
-    def metrics(step):
-        above_zero = {
-            "optim/grad_norm": 1e300 if step == 2 else 0.5,
-            "mismatch/weight_max": 10.0 ** (16 * step),
-        }
-        return {"reward/mean": (-1) ** step * 1.7e308, **above_zero}
-
-    with warnings.catch_warnings(action="error"):
-        for picture in ("reward", "update", "weights"):
-            page_module.as_svg(next(iter(drawn(picture, metrics, steps).values())).figure)
-
-
 def test_shares_are_stacked_to_one_with_a_gap_where_no_step_is():
     shares = dict(zip(MAX_BINS, (0.5, 0.2, 0.1, 0.1, 0.05, 0.05), strict=True))
     axes = drawn(
