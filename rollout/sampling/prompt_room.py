@@ -64,7 +64,10 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> P
     rooms = {limit.name: min(limit.sequence - max_new, limit.prompt) for limit in limits}
     room = min(rooms.values())
     within = ", ".join(_in_words(limit) for limit in limits)
-    raises = [f"raise {name}" for name, left in rooms.items() if left == room and "." in name]
+    of_model = " in the model's config.json, if the model is meant for longer ones"
+    raises = [
+        f"raise {name}{'' if '.' in name else of_model}" for name, left in rooms.items() if left == room
+    ]
     fixes = " or ".join(["lower rollout.max_new_tokens", *raises])
     if room < 1:
         raise ValueError(
