@@ -188,6 +188,8 @@ OTHER_FIELDS = _by_name({
         "log_passrate",
     "`evaluation.greedy`, beside the sampled responses": "val_kwargs.do_sample val_greedy",
     "`evaluation.temperature`": "eval_temperature val_kwargs.temperature eval.temperature eval.sampling.temperature",
+    "`evaluation.top_p`": "eval_top_p val_kwargs.top_p eval.sampling.top_p",
+    "`evaluation.max_new_tokens`": "eval_max_response_len eval.sampling.max_completion_tokens eval.sampling.max_tokens",
     "`rollout.temperature`": "actor.temperature",
     "`learner.optimizer.schedule`, whose warm-up is `learner.optimizer.warmup_steps`": "policy.scheduler",
     "`correction=decoupled_token_is`, a weight per token, truncated at 2": "use_tis tis_clip tis_imp_ratio_cap",
@@ -333,8 +335,7 @@ WITHOUT_COUNTERPART = _by_name({
         "tokenizer_path data.tokenizer tokenizer.name chat_template custom_chat_template",
     "there is no Ray": "ray_kwargs ray_init ray_wait_register_center_timeout",
     "an evaluation takes all held-out prompts, or `evaluation.max_prompts` of them": "val_batch_size valid_dataset.batch_size",
-    "evaluations use `rollout.max_new_tokens` too": "eval_max_response_len",
-    "evaluations sample from all tokens": "eval_top_p eval_top_k val_kwargs.top_p val_kwargs.top_k",
+    "evaluations sample from the ids of `evaluation.top_p`, as many as these are": "eval_top_k val_kwargs.top_k",
     "the optimizer is AdamW": "optimizer optim.optimizer optim.optimizer_impl optim.type optimizer.type optimizer.name",
     "a response that is cut off at `rollout.max_new_tokens` is scored as it is, and learned from; a reward function gets its finish_reason":
         "mask_truncated_completions overlong_filtering max_len_mask mask_no_eos_with_zero",
