@@ -50,9 +50,8 @@ def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:
     """The tables' answer for the longest end of the path that they contain. slime writes dashes for
     underscores."""
     parts = [str(part) for part in path]
-    if (
-        isinstance(value, Mapping) and value and parts[-1] in OTHER_BLOCKS
-    ):  # `data`, elsewhere the name of a file
+    has_keys = isinstance(value, Mapping) and bool(value)
+    if has_keys and parts[-1] in OTHER_BLOCKS:  # `data`, elsewhere the name of a file
         return None
     for start in range(len(parts)):
         end = ".".join(parts[start:]).replace("-", "_")
