@@ -50,7 +50,8 @@ def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:
     """The tables' answer for the longest end of the path that they contain. slime writes dashes for
     underscores."""
     parts = [str(part) for part in path]
-    if isinstance(value, Mapping) and parts[-1] in OTHER_BLOCKS:  # `data`, elsewhere the name of a file
+    has_keys = isinstance(value, Mapping) and bool(value)
+    if has_keys and parts[-1] in OTHER_BLOCKS:  # `data`, elsewhere the name of a file
         return None
     for start in range(len(parts)):
         end = ".".join(parts[start:]).replace("-", "_")
@@ -58,6 +59,12 @@ def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:
         for table, is_field in ((OTHER_FIELDS, True), (WITHOUT_COUNTERPART, False)):
             if end in table:
                 return Known(name, is_field, table[end])
+    flag = parts[-1].replace("-", "_")
+    if flag.startswith("sglang_") or parts[-2:-1] == ["sglang"]:  # slime's flags, and AReaL's block
+        name = flag.removeprefix("sglang_")
+        return Known(
+            parts[-1], True, f"`rollout.server_args={{{name}: ...}}`, the arguments of SGLang's servers"
+        )
     return None
 
 

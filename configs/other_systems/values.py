@@ -100,6 +100,23 @@ def algorithm(block: Sequence[Hashable], name: str) -> str | None:
     return ALGORITHMS.get(_OTHER_WORDS.get(plain, plain))
 
 
+_TARGETS = {
+    "qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
+    "proj": ("o_proj", "linear_proj"),
+    "fc1": ("gate_proj", "up_proj", "linear_fc1"),
+    "fc2": ("down_proj", "linear_fc2"),
+}
+
+
+def adapter_target(path: Sequence[Hashable], name: str) -> str | None:
+    """What to write in ``learner.lora.targets`` for a matrix by its name in transformers or Megatron-Core; None for any
+    other field or name."""
+    if tuple(path[:-1]) != ("learner", "lora", "targets"):
+        return None
+    homes = (ours for ours, theirs in _TARGETS.items() if name in theirs)
+    return next((f"here it is `{ours}`, which is {', '.join(_TARGETS[ours][:-1])}" for ours in homes), None)
+
+
 def in_our_names(layer: Value, problems: list[Problem], notes: list[str]) -> Value:
     """The layer with the schema's names for these values.
 

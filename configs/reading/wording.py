@@ -20,7 +20,7 @@ from configs.errors import (
     exists_as,
 )
 from configs.other_systems.answers import answer
-from configs.other_systems.values import algorithm
+from configs.other_systems.values import adapter_target, algorithm
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import SHORTHANDS
 from configs.reading.yaml_values import Value, is_number_or_bool, show
@@ -113,7 +113,8 @@ def _translate(
             fix = algorithm(path[:-1], tag) or did_you_mean(tag, list(shape.tags), "variants")
         case "literal_error":
             error, text = "not one of the choices", str(given.plain() if given is not None else "")
-            fix = did_you_mean(text, [str(choice) for choice in shape.choices], "choices")
+            choices = [str(choice) for choice in shape.choices]
+            fix = adapter_target(path, text) or did_you_mean(text, choices, "choices")
         case _ if details["loc"][-1:] == ("[key]",):
             error = f"the name {_plain_error(kind, details['msg'], context, shape)}"
             value, fix = show(path[-1]), "correct the name"

@@ -18,6 +18,7 @@ from configs.schema.base import (
     Seconds,
     Siblings,
     Temperature,
+    Tokens,
     address_of,
     at_most,
     without_credentials,
@@ -271,6 +272,11 @@ class EvaluationConfig(Schema):
     ``eval/greedy/accuracy``."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Evaluations sample from the fewest ids whose probabilities sum to top_p; independent of ``rollout.top_p``."""
+    max_new_tokens: Tokens | None = None
+    """Most tokens of a response to a held-out problem. It may be more than the learner packs, since nothing is trained on.
+    None: ``rollout.max_new_tokens``, which a penalty for length counts from in any case."""
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether an evaluation follows this step of ``steps`` steps."""

@@ -140,7 +140,7 @@ def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: 
         f"launch.placement=colocated: learner and servers take turns on the same GPUs, since separate ones would need {needed} and "
         f"{available} {'is' if available == 1 else 'are'} visible"
     )
-    return parsed.with_overrides(["launch.placement=colocated"])
+    return parsed.with_overrides(["launch.placement=colocated"], where="launch.placement=auto")
 
 
 def _with_data_parallel_size(
@@ -154,7 +154,7 @@ def _with_data_parallel_size(
         layout = config.layout.resolved(_learner_gpus(config, nodes) or config.layout.smallest().world_size)
     except ValueError as error:
         return parsed, [("layout.dp", str(error))]
-    return parsed.with_overrides([f"layout.dp={layout.dp}"]), []
+    return parsed.with_overrides([f"layout.dp={layout.dp}"], where="layout.dp=auto"), []
 
 
 def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> int:

@@ -9,6 +9,7 @@ items that are not listed there is unknown.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -188,10 +189,12 @@ def _smaller(config: RunConfig) -> Iterator[dict[str, Any]]:
 def _server_findings(config: RunConfig, device: Device, server: RolloutMemory) -> Iterator[Finding]:
     """A server must hold one response of full length, with one token of a prompt."""
     rollout, size = config.rollout, memory.size_text
-    if server.tokens > rollout.max_new_tokens or server.unused:
+    limits = ("evaluation", config.heldout_max_new_tokens), ("rollout", rollout.max_new_tokens)
+    block, longest = max(limits, key=itemgetter(1, 0))
+    if server.tokens > longest or server.unused:
         return  # too small a limit of the cache is refused by ``prompt_room``
     left = f"leaves {size(server.reserved)} to SGLang's activations"
-    room = f"the {device.text} have room for {server.tokens} tokens, and rollout.max_new_tokens={rollout.max_new_tokens} do not fit"
+    room = f"the {device.text} have room for {server.tokens} tokens, and {block}.max_new_tokens={longest} do not fit"
     error = f"with rollout.tp={rollout.tp} a server rank holds {size(server.weights)} of weights and {left}, so that {room}"
     yield "rollout.tp", f"{error}; use a larger rollout.tp, or shorter responses"
 

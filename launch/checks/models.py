@@ -60,6 +60,10 @@ def check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fin
     yield from _check_served_model(config, architecture, hf_config)
     most = architecture.max_positions
     yield from finding_of("rollout.max_new_tokens", prompt_room, config, "training", max_positions=most)
+    if config.evaluation.max_new_tokens is not None:
+        yield from finding_of(
+            "evaluation.max_new_tokens", prompt_room, config, "held-out", max_positions=most
+        )
     if trains:
         for field in config.other_models:
             yield from _check_other_model(config, field, architecture, reported=layout_errors)

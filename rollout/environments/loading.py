@@ -68,12 +68,14 @@ async def sample_makers(
         EnvironmentStartError: its process cannot be started.
     """
     texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids), vocab_size=vocab_size)
-    block, max_new_tokens = config.environment, config.rollout.max_new_tokens
+    block = config.environment
     if block.type == "single_turn":
-        maker = SingleTurns(
-            texts=texts, stop_token_ids=stop_token_ids, max_new_tokens=max_new_tokens, score=scorer.score
+        yield lambda which: SingleTurns(
+            texts=texts,
+            stop_token_ids=stop_token_ids,
+            max_new_tokens=_max_new_tokens(config, which),
+            score=scorer.score,
         )
-        yield lambda which: maker
         return
     limits = {which: _limits(config, block, which, max_positions) for which in BOTH}
     most_tokens = max(limit.max_tokens for limit in limits.values())
@@ -99,8 +101,12 @@ def _limits(config: RunConfig, block: _Block, which: PromptsOf, max_positions: i
         max_turns=block.max_turns,
         max_tokens=min([*own, *(limit.sequence for limit in most)]),
         max_prompt_tokens=min(limit.prompt for limit in most),
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=_max_new_tokens(config, which),
     )
+
+
+def _max_new_tokens(config: RunConfig, which: PromptsOf) -> int:
+    return config.rollout.max_new_tokens if which == "training" else config.heldout_max_new_tokens
 
 
 @asynccontextmanager

@@ -40,12 +40,13 @@ class PromptRoom:
     """Names and values of the limits."""
     fixes: str
     """Further fixes, for the message."""
-    max_new_tokens: int
+    limit: str
+    """Name and value of the limit of a response."""
 
     def too_long(self, prompt_name: str, num_tokens: int) -> str:
         """The error for a prompt of ``num_tokens`` tokens."""
         return (
-            f"{prompt_name} has {num_tokens} tokens, but only {self.tokens} leave room for rollout.max_new_tokens={self.max_new_tokens} "
+            f"{prompt_name} has {num_tokens} tokens, but only {self.tokens} leave room for {self.limit} "
             f"within {self.within}; remove prompts of more than {self.tokens} tokens, {self.fixes}"
         )
 
@@ -60,20 +61,23 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> P
         ValueError: there is no room; the message names the limits and the fix.
     """
     limits = sequence_limits(config, which, max_positions=max_positions)
-    max_new = config.rollout.max_new_tokens
+    is_own = which == "held-out" and config.evaluation.max_new_tokens is not None
+    field = f"{'evaluation' if is_own else 'rollout'}.max_new_tokens"
+    max_new = config.heldout_max_new_tokens if is_own else config.rollout.max_new_tokens
     rooms = {limit.name: min(limit.sequence - max_new, limit.prompt) for limit in limits}
     room = min(rooms.values())
     within = ", ".join(_in_words(limit) for limit in limits)
-    raises = [f"raise {name}" for name, left in rooms.items() if left == room and "." in name]
-    fixes = " or ".join(["lower rollout.max_new_tokens", *raises])
+    of_model = " in the model's config.json, if the model is meant for longer ones"
+    raises = [
+        f"raise {name}{'' if '.' in name else of_model}" for name, left in rooms.items() if left == room
+    ]
+    fixes = " or ".join([f"lower {field}", *raises])
     if room < 1:
-        raise ValueError(
-            f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}"
-        )
+        raise ValueError(f"{field}={max_new} leaves no room for a {which} prompt within {within}; {fixes}")
     leave_out = (
         "have them left out (task.too_long_prompts=leave_out), " if isinstance(config.task, FileTask) else ""
     )
-    return PromptRoom(tokens=room, within=within, fixes=f"{leave_out}{fixes}", max_new_tokens=max_new)
+    return PromptRoom(tokens=room, within=within, fixes=f"{leave_out}{fixes}", limit=f"{field}={max_new}")
 
 
 def _in_words(limit: SequenceLimit) -> str:

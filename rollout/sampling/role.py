@@ -136,7 +136,7 @@ async def run_sample_role(
         ) as client:
             sampler = GroupSampler(
                 client=client,
-                evaluation_client=client.with_own_places(),
+                evaluation_client=client.with_own_places(top_p=config.evaluation.top_p),
                 task=task,
                 samples=samples_of("training"),
                 evaluation_samples=samples_of("held-out"),
@@ -153,8 +153,7 @@ async def run_sample_role(
 
 
 def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None:
-    """The limits on the distribution of training samples. None: they come from the full distribution, as
-    evaluation samples always do."""
+    """The limits on the distribution of training samples. None: they come from the full distribution."""
     if not rollout.is_truncated:
         return None
     return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)

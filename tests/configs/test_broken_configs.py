@@ -827,7 +827,7 @@ TABLE = {
     ),
     "adapters by other names": Broken(
         options="learner.lora={targets: [q_proj]}", field="learner.lora.targets.0", value="q_proj", error="not one of the choices",
-        fix="did you mean `proj`? choices: qkv, proj, fc1, fc2",
+        fix="here it is `qkv`, which is q_proj, k_proj, v_proj",
     ),
     "adapters by verl's name": Broken(
         options="learner.lora_rank=8", field="learner.lora_rank", value="8", error="unknown key", fix="here it is `learner.lora.rank`",
@@ -1313,7 +1313,8 @@ def test_schema_answers_an_unknown_field_with_a_few_names(wrong, said, folder, m
 
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
-    said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
+    said = refused(["train", "run.yaml", "--dry-run", block, "ckpt={}"], folder, monkeypatch, capsys)
+    assert "fix:   here it is `checkpoint.every`" in said
     assert "fix:   ppo_epochs has no counterpart: a batch is learned from once" in said
     assert "\n         n, here it is `rollout.group_size`" in said
     assert "\n         not known here: actor.loss\n" in said
@@ -1383,6 +1384,24 @@ def test_blocks_in_the_answers_to_other_systems_are_accepted(folder):
         ("critic.adam.lr", "`critic.optimizer.lr`"),
         ("opsm_delta", "without the gap of the engines"),
         ("off_policy_mask_threshold", "`correction.off_policy_mask`, in nats per token"),
+        ("model.name", "`model.path`"),
+        ("rollout_num_gpus_per_engine", "it is `rollout.tp`"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size", "it is `rollout.tp`"),
+        ("policy.megatron_cfg.tensor_model_parallel_size", "it is `layout.tp`"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "times `learner.minibatches`"),
+        ("policy.megatron_cfg.scheduler.lr_warmup_iters", "times `learner.minibatches`"),
+        ("lr_warmup_iters", "a number of optimizer steps, not a share of them"),
+        ("policy.sequence_packing.algorithm", "sequences are packed"),
+        ("logger.mlflow.experiment_name", "`tracking.experiment`"),
+        ("logger.wandb.project", "`tracking.wandb.project`"),
+        ("reward_model.reward_manager", "math_verify"),
+        ("reward_model.overlong_buffer.penalty_factor", "half of the penalty's factor"),
+        ("saver.freq_steps", "`checkpoint.every`"),
+        ("orchestrator.train.env", "a program of verifiers"),
+        ("orchestrator.sampling.max_tokens", "`rollout.max_new_tokens`"),
+        ("sglang-context-length", "`rollout.server_args={context_length: ...}`"),
+        ("sglang.max_running_requests", "`rollout.server_args={max_running_requests: ...}`"),
+        ("optimizer", "no counterpart: the optimizer is AdamW"),
     ],
 )
 def test_a_name_of_several_systems_is_answered_by_what_stands_before_it(folder, name, told):

@@ -307,8 +307,7 @@ ray_kwargs: {ray_init: {num_cpus: null}}
 NOT_KNOWN = {
     "data": "return_raw_chat custom_cls.path custom_cls.name",
     "actor_rollout_ref": (
-        "model.override_config actor.checkpoint.save_contents "
-        "actor.fsdp_config.wrap_policy.min_num_params rollout.load_format rollout.agent.num_workers"
+        "actor.checkpoint.save_contents actor.fsdp_config.wrap_policy.min_num_params rollout.load_format rollout.agent.num_workers"
     ),
     "reward_model": "launch_reward_fn_async",
     "trainer": "esi_redundant_time",
@@ -317,6 +316,8 @@ ANSWERED = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.actor.optim.lr": "learner.optimizer.lr",
     "actor_rollout_ref.actor.optim.weight_decay": "learner.optimizer.weight_decay",
+    "algorithm.filter_groups.metric": "rollout.dynamic_sampling.compare",
+    "max_num_gen_batches": "rollout.dynamic_sampling.max_rounds",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tp",

@@ -244,6 +244,42 @@ def test_the_prompt_of_gsm8k_names_the_mark_of_its_answers():
     assert "####" in load_config(RECIPES / "qwen2_5_7b.yaml", [over("tasks/gsm8k")]).task.system_prompt
 
 
+def test_the_page_s_translation_of_dapo_32b_is_dry_run_with_the_settings_of_verl_s_script(tree):
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split("### DAPO-32B of verl")[1]
+    text = page.split("```yaml\n")[1].split("```")[0].replace("configs/recipes", str(RECIPES))
+    (file := tree / "dapo_32b.yaml").write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(app, ["train", str(file), "--dry-run", "--gpu-memory", "80"])
+    assert done.exit_code == 0, done.output
+    config = load_config(file)
+    rollout, learner, evaluation = config.rollout, config.learner, config.evaluation
+    train_batch_size, n, mini_batch, warmup_batches = 512, 16, 32, 10
+    assert (rollout.prompts_per_step, rollout.group_size) == (train_batch_size, n)
+    assert learner.minibatches == train_batch_size // mini_batch
+    assert learner.optimizer.warmup_steps == warmup_batches * learner.minibatches
+    assert (learner.optimizer.lr, learner.optimizer.weight_decay, learner.optimizer.clip_grad) == (
+        1e-6,
+        0.1,
+        1,
+    )
+    assert learner.optimizer.betas == (0.9, 0.999)
+    assert (rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k) == (20480, 1, 1, -1)
+    assert (rollout.dynamic_sampling.max_rounds, rollout.dynamic_sampling.compare) == (10, "correct")
+    assert (config.objective.clip_low, config.objective.clip_high) == (0.2, 0.28)
+    assert (config.kl.coefficient, config.entropy.coefficient) == (0, 0)
+    assert config.aggregation.type == "token_mean" and config.advantage.type == "grpo"
+    assert config.reward.parts["overlong"].buffer_tokens == 4096
+    assert (evaluation.every, evaluation.at_ends, evaluation.top_p, evaluation.temperature) == (
+        5,
+        True,
+        0.7,
+        1,
+    )
+    assert (
+        config.checkpoint.every == 5
+        and config.correction == load_config(file, ["correction=disabled"]).correction
+    )
+
+
 def test_dapo_warms_up_and_punishes_as_the_paper_does():
     """arXiv 2503.14476: a warm-up of 20 rollout steps (4.1); 1 if right, -1 if wrong (2.4), less up to 1 for length (3.4)."""
     config = load_config(RECIPES / "qwen3_8b.yaml", [over("dapo")])

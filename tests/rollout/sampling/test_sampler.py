@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import run_key
 from rollout.sampling import remote as remote_module
+from rollout.sampling import role as role_module
 from rollout.sampling.messages import (
     BeforeSelection,
     Done,
@@ -966,6 +968,11 @@ def test_prompts_that_fit_exactly_are_accepted():
     assert task_that_fits(task, run_config(), max_positions=43) == task
 
 
+def longer(config: RunConfig, more: int) -> RunConfig:
+    rollout = config.rollout.model_copy(update={"max_new_tokens": config.rollout.max_new_tokens + more})
+    return config.model_copy(update={"rollout": rollout})
+
+
 @pytest.mark.parametrize(
     ("max_new_tokens", "rollout", "max_positions", "room"),
     [
@@ -986,6 +993,13 @@ def test_the_room_for_a_prompt_is_what_the_servers_take(max_new_tokens, rollout,
         found = prompt_room(config, which, max_positions=max_positions)
         assert found.tokens == room
     assert "SGLang takes sequences of " in found.within
+    own = config.model_copy(update={"evaluation": EvaluationConfig(max_new_tokens=max_new_tokens + 3)})
+    assert prompt_room(own, "training", max_positions=max_positions).tokens == room
+    found = prompt_room(own, "held-out", max_positions=max_positions)
+    assert (
+        found.tokens == prompt_room(longer(own, 3), "training", max_positions=max_positions).tokens
+        and found.limit == f"evaluation.max_new_tokens={max_new_tokens + 3}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -997,7 +1011,7 @@ def test_the_room_for_a_prompt_is_what_the_servers_take(max_new_tokens, rollout,
             r"max_position_embeddings=128 \(SGLang takes sequences of 126 and prompts of 121\); "
             r"remove .*more than 60 tokens, lower .* or raise learner.token_budget",
         ),
-        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100 .*max_new_tokens$"),
+        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100 .*_tokens or raise m"),
         (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 58 .*raise rollout.max_total_tokens$"),
         (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 86 "),
         (task_of(train=[1]), {"max_positions": 42}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=42"),
@@ -1124,10 +1138,35 @@ def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model
     assert asked == []
 
 
-def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(model_dir, tmp_path):
+def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(
+    model_dir, tmp_path, monkeypatch
+):
+    """Evaluations have limits of their own: a response may be longer than the learner packs."""
     path = write_problems(tmp_path / "p.jsonl", ["1+2", "1" * 60, "3"])
-    config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
-    announced, ready = [], threading.Event()
+    task = {"type": "jsonl", "train_path": path, "heldout_path": path, "apply_chat_template": False}
+    config = run_config(model_dir, task=task, prompts_per_step=3)
+    evaluation = EvaluationConfig(top_p=0.7, max_new_tokens=66)
+    config = config.model_copy(update={"evaluation": evaluation})
+    announced, ready, asked = [], threading.Event(), set()
+
+    class Limited(FakeEngine):
+        top_p = 1.0
+
+        def with_own_places(self, *, top_p):
+            other = Limited()
+            other.top_p = top_p
+            return other
+
+        async def generate_group(self, prompt_ids, *, max_new_tokens, **given):
+            asked.add((self.top_p, max_new_tokens))
+            return await super().generate_group(prompt_ids, max_new_tokens=max_new_tokens, **given)
+
+    @asynccontextmanager
+    async def limited_client(config, urls, **given):
+        assert urls == ["http://127.0.0.1:9"]
+        yield Limited()
+
+    monkeypatch.setattr(role_module, "generation_client", limited_client)
 
     def announce(address):
         announced.append(address)
@@ -1146,6 +1185,10 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
     with RemoteSampler(announced[0], timeout_s=20) as remote:
         digest = digest_of(load_checked_task(config, architecture_of(model_dir))[1].train)
         remote.load_state({"position": 0, "num_prompts": 3, "prompts": digest})  # other numbers are refused
+        remote.next_groups(3, newest=0, max_staleness=0)
+        assert asked == {(1.0, 40)}
+        assert remote.evaluate().count == 3
+        assert asked == {(1.0, 40), (0.7, 66)}
         remote.stop()
     thread.join(20)
     assert not thread.is_alive()
