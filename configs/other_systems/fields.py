@@ -83,6 +83,9 @@ OTHER_FIELDS = _by_name({
     "`rollout.max_new_tokens`, the tokens of a response":
         "max_response_length max_completion_length rollout_max_response_len generate_max_len response_length "
         "max_completion_tokens gconfig.max_new_tokens generation.max_new_tokens actor_infer.generating_args.max_new_tokens",
+    "`rollout.stop`, texts that stay at the end of the response": "stop_strings sampling_params.stop sampling.stop generation_kwargs.stop",
+    "`rollout.stop`, the texts of these tokens; end tokens of the model itself belong into eos_token_id of its generation_config.json":
+        "stop_token_ids rollout_stop_token_ids",
     "`model.path`, a Hugging Face folder on this disk":
         "model_name model_name_or_path model_path hf_checkpoint pretrain actor_rollout_ref.model.path actor.path",
     "`critic.model.path`; without it the critic starts from the policy": "critic.model.path critic.model_name_or_path",
@@ -234,7 +237,7 @@ OTHER_FIELDS = _by_name({
 }) | {
     **{
         name: f"`{field}`"
-        for field in ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.dtype")
+        for field in ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.stop", "rollout.dtype")
         for name in (field, field.replace(".", "_"), *(f"{block}.{field.split('.')[1]}" for block in _SAMPLING))
     },
     **_optimizer("learner.optimizer", before=(
@@ -278,6 +281,7 @@ WITHOUT_COUNTERPART = _by_name({
     "a response that is cut off at `rollout.max_new_tokens` is scored as it is, and learned from; a reward function gets its finish_reason":
         "mask_truncated_completions overlong_filtering max_len_mask mask_no_eos_with_zero",
     "every token of a response is learned from": "top_entropy_quantile",
+    "a response keeps all its tokens, also those of a text in `rollout.stop`": "include_stop_str_in_output no_stop_trim",
     "rewards and advantages are not scaled or clipped; your own reward can do so":
         "reward_clip advantage_clip advantage_clip_low advantage_clip_high reward_scaling reward_bias disable_rewards_normalization",
     "samples follow the softmax that the learner computes, without a penalty": "repetition_penalty",
