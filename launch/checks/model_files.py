@@ -88,6 +88,31 @@ def _check_stop_texts(config: RunConfig, tokenizer: "Tokenizer") -> None:
             )
 
 
+def end_notes(config: RunConfig, tokenizer: "Tokenizer") -> Iterator[str]:
+    """Notes on a chat template that closes the assistant's turn with a token at which no response ends."""
+    from rollout.environments.rendering import ChatRenderer
+    from rollout.tokenization import end_token_ids
+
+    renders = getattr(config.task, "apply_chat_template", False)
+    if not renders or isinstance(config.environment, MessageEnvironment):
+        return  # an environment of messages stops at the template's own end
+    try:
+        stops = end_token_ids(tokenizer, config.model.path)
+        renderer = ChatRenderer(tokenizer, arguments=config.model.chat_template_kwargs)
+    except (
+        ValueError
+    ):  # broken files are reported elsewhere, and a template that cannot be continued renders prompts
+        return
+    end = renderer.end_token_ids[0]
+    text = renderer.decode([end])
+    if end not in stops and not any(stop in text for stop in config.rollout.stop):
+        yield (
+            f"model.path: the chat template closes an answer with {text!r} ({end}), but responses end only at "
+            f"{', '.join(f'{renderer.decode([number])!r} ({number})' for number in stops)}, so a response may run on to "
+            f"rollout.max_new_tokens; add {end} to eos_token_id in {config.model.path / 'generation_config.json'}"
+        )
+
+
 def check_tools_template(config: RunConfig, tools: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Tries the chat template with the tools of an environment, which are known once it has been made. Problems without
     tools are reported with the tokenizer."""
