@@ -99,9 +99,7 @@ def end_notes(config: RunConfig, tokenizer: "Tokenizer") -> Iterator[str]:
     try:
         stops = end_token_ids(tokenizer, config.model.path)
         renderer = ChatRenderer(tokenizer, arguments=config.model.chat_template_kwargs)
-    except (
-        ValueError
-    ):  # broken files are reported elsewhere, and a template that cannot be continued renders prompts
+    except ValueError:  # reported elsewhere, or a template that renders prompts and cannot be continued
         return
     end = renderer.end_token_ids[0]
     text = renderer.decode([end])
