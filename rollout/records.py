@@ -41,7 +41,8 @@ def messages_of(prompt: DataPrompt) -> Messages:
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """The response ends with an end-of-sequence token, which is part of it."""
+    """The response ends with an end-of-sequence token, or with the token that completes a text of ``rollout.stop``. The token is
+    part of it."""
     LENGTH = "length"
     """The response reached max_new_tokens without an end."""
 

@@ -87,6 +87,9 @@ OTHER_FIELDS = _by_name({
         "max_response_length max_completion_length rollout_max_response_len generate_max_len response_length "
         "max_completion_tokens sampling.max_tokens gconfig.max_new_tokens generation.max_new_tokens actor.max_new_tokens "
         "actor_infer.generating_args.max_new_tokens max_resp_len",
+    "`rollout.stop`, texts that stay at the end of the response": "stop_strings sampling_params.stop sampling.stop generation_kwargs.stop",
+    "`rollout.stop`, the texts of these tokens; end tokens of the model itself belong into eos_token_id of its generation_config.json":
+        "stop_token_ids rollout_stop_token_ids",
     "`model.path`, a Hugging Face folder on this disk":
         "model.name model_name model_name_or_path model_path hf_checkpoint pretrain actor_rollout_ref.model.path actor.path",
     "`critic.model.path`; without it the critic starts from the policy": "critic.model.path critic.model_name_or_path",
@@ -304,7 +307,7 @@ OTHER_FIELDS = _by_name({
 }) | {
     **{
         name: f"`{field}`"
-        for field in ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.dtype")
+        for field in ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.stop", "rollout.dtype")
         for name in (field, field.replace(".", "_"), *(f"{block}.{field.split('.')[1]}" for block in _SAMPLING))
     },
     **_optimizer("learner.optimizer", before=(
@@ -349,6 +352,7 @@ WITHOUT_COUNTERPART = _by_name({
     "evaluations sample from the ids of `evaluation.top_p`, as many as these are": "eval_top_k val_kwargs.top_k",
     "the optimizer is AdamW": "optimizer optim.optimizer optim.optimizer_impl optim.type optimizer.type optimizer.name",
     "every token of a response is learned from": "top_entropy_quantile",
+    "a response keeps all its tokens, also those of a text in `rollout.stop`": "include_stop_str_in_output no_stop_trim",
     "samples follow the softmax that the learner computes, without a penalty": "repetition_penalty",
     "the model is that of the config.json in `model.path`, where you may change it":
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels vocab_size "

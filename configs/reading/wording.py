@@ -141,7 +141,7 @@ def _plain_error(kind: str, message: str, context: dict, shape: Shape) -> str:
         return f"must be {PATTERNS[context['pattern']]}"
     if is_wrong_type and (first_word := kind.split("_")[0]) in _WRONG_TYPE:
         return _WRONG_TYPE[first_word]
-    return re.sub("(Input|String) should", "must", message).replace("must be a valid", "must be a")
+    return re.sub("(Input|String|Tuple) should", "must", message).replace("must be a valid", "must be a")
 
 
 def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: Value | None) -> str:

@@ -77,6 +77,8 @@ LATE_RETRIES = 1
 are slow ones, which will be slow again."""
 MOST_KEPT = 4096
 """SGLang's ``--sampling-mask-max-tokens`` by default: the most ids that it returns for a token."""
+StopText = Annotated[str, Field(min_length=1, max_length=60)]
+"""As a pattern (``rollout/servers/answers.py``) it has at most the 256 bytes that SGLang takes."""
 
 DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
 
@@ -110,6 +112,11 @@ class RolloutConfig(Schema):
     """Whether groups whose responses all score the same are trained on, or replaced by new ones."""
     max_new_tokens: Tokens = 1024
     """Most tokens of a response; a longer one is cut off, and scored as it is."""
+    stop: Annotated[tuple[StopText, ...], Field(max_length=32)] = ()
+    """Texts such as ``</search>`` that also end a response: the first token that completes one of them is the last. It stays
+    whole, so the response may run past the text by the rest of that token. Its tokens are those that were sampled: they are
+    trained on, rewards read their text, and the finish reason is ``stop``. In an environment every turn ends there, and in an
+    evaluation every response. The servers then load the tokenizer, and decode the newest tokens of each response."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that training samples from. The learner computes its log-probs at the same
     one."""
@@ -240,6 +247,13 @@ class RolloutConfig(Schema):
                 ("precision", "quantization"),
                 f"precision={self.precision} would round weights that SGLang rounds again (quantization={self.quantization})",
                 "set one of them",
+            )
+        if self.stop and self.router is not None:
+            yield Contradiction(
+                ("stop", "router"),
+                "stop does not go with router: sglang-router 0.3.2 passes on only the fields that it knows, and drops the patterns of the "
+                "texts",
+                "remove one of them",
             )
         if self.top_k in (0, 1):
             yield Contradiction(

@@ -21,7 +21,13 @@ from configs.schema.sampler import MixtureOrder
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from launch.checks.conversations import check_conversations, token_counts
 from launch.checks.findings import finding_of
-from launch.checks.model_files import check_tokenizer, check_weights, open_tokenizer, reward_tokenizers
+from launch.checks.model_files import (
+    check_tokenizer,
+    check_weights,
+    end_notes,
+    open_tokenizer,
+    reward_tokenizers,
+)
 from launch.tables import print_over
 from parallel.planning.architecture import architecture_of
 from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_length, prompt_room
@@ -49,6 +55,8 @@ def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[
     else:
         for folder in reward_tokenizers(config):
             yield from finding_of("reward", open_tokenizer, folder)
+        if tokenizer is not None:
+            notes += end_notes(config, tokenizer)
         yield from _check_task(config, tokenizer, notes)
         evaluation = config.evaluation
         if evaluation.every > config.steps and not evaluation.at_ends:

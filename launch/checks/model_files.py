@@ -56,6 +56,8 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
         yield from finding_of("model.path", check_vocabulary_size, num_ids, vocab_size, folder)
     if not getattr(tokenizer, "may_have_defaults", False):
         yield from finding_of("model.path", end_token_ids, tokenizer, folder)
+    if isinstance(config, RunConfig):
+        yield from finding_of("rollout.stop", _check_stop_texts, config, tokenizer)
     data = config.data if isinstance(config, SftConfig) else config.task
     if isinstance(data, CountdownTask | CountdownSftData):
         from rollout.tasks.countdown import check_characters
@@ -73,6 +75,40 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
         yield "environment.template", f"{error}; {fix}"
     elif is_rendered and not template_findings:
         yield from finding_of("environment.template", _check_is_continued, config, tokenizer)
+
+
+def _check_stop_texts(config: RunConfig, tokenizer: "Tokenizer") -> None:
+    """Raises ValueError: the tokenizer has no tokens for a text that is to end responses."""
+    for text in config.rollout.stop:
+        written = str(tokenizer.decode(tokenizer.encode(f"1{text}1", add_special_tokens=False)))
+        if text not in written:
+            raise ValueError(
+                f"rollout.stop has {text!r}, which no response can have: the tokenizer of {config.model.path} turns 1{text}1 into "
+                f"{written!r}; use a text that its tokens can write"
+            )
+
+
+def end_notes(config: RunConfig, tokenizer: "Tokenizer") -> Iterator[str]:
+    """Notes on a chat template that closes the assistant's turn with a token at which no response ends."""
+    from rollout.environments.rendering import ChatRenderer
+    from rollout.tokenization import end_token_ids
+
+    renders = getattr(config.task, "apply_chat_template", False)
+    if not renders or isinstance(config.environment, MessageEnvironment):
+        return  # an environment of messages stops at the template's own end
+    try:
+        stops = end_token_ids(tokenizer, config.model.path)
+        renderer = ChatRenderer(tokenizer, arguments=config.model.chat_template_kwargs)
+    except ValueError:  # reported elsewhere, or a template that renders prompts and cannot be continued
+        return
+    end = renderer.end_token_ids[0]
+    text = renderer.decode([end])
+    if end not in stops and not any(stop in text for stop in config.rollout.stop):
+        yield (
+            f"model.path: the chat template closes an answer with {text!r} ({end}), but responses end only at "
+            f"{', '.join(f'{renderer.decode([number])!r} ({number})' for number in stops)}, so a response may run on to "
+            f"rollout.max_new_tokens; add {end} to eos_token_id in {config.model.path / 'generation_config.json'}"
+        )
 
 
 def check_tools_template(config: RunConfig, tools: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -244,6 +244,9 @@ def _rollout_lines(config: RunConfig) -> Iterator[str]:
         samples = f"up to {rollout.most_samples} samples of {counted(1 + ahead, 'step')}"
         places = f"{min(rollout.most_samples, rollout.max_concurrency)} of them at the servers"
         yield f"rollout.max_staleness={ahead}: {samples} are under way, {places}; no token lags by more than {counted(ahead, 'version')}"
+    if rollout.stop:
+        texts = " or ".join(map(repr, rollout.stop))
+        yield f"rollout.stop: every turn also ends with the token that completes {texts}, for which servers load the tokenizer"
     if rollout.rounding:
         yield f"rollout.precision={rollout.precision}: {rollout.rounding}"
     if sampling.type != "none":

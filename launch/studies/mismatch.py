@@ -171,7 +171,7 @@ async def _sample(
     experts = architecture_of(config.model.path).experts if replays else None
     async with SGLangClient(
         urls, key=folder.run_key(), max_concurrency=settings.max_concurrency, experts=experts,
-        timeout_s=settings.request_timeout_s, max_retries=settings.max_retries,
+        timeout_s=settings.request_timeout_s, max_retries=settings.max_retries, stop=settings.stop,
     ) as client:  # fmt: skip
         for name, (per_prompt, max_new_tokens) in lengths.items():
             groups = await sample_fixed(

@@ -78,7 +78,10 @@ def check_supported(body: JSON) -> None:
         text = f"n={body['n']!r:.20}: each request gets one answer; use n=1, and send several requests"
         raise Refused(400, "unsupported", text, "n")
     if body.get("stop"):
-        text = "stop: the text may begin or end inside a token, which cannot be cut; leave out stop, and search the answer for the text"
+        text = (
+            "stop: the text may begin or end inside a token, which cannot be cut; leave out stop, and search the answer for the text. "
+            "rollout.stop of the run's config ends every turn at a text, which stays in the answer"
+        )
         raise Refused(400, "unsupported", text, "stop")
     if body.get("functions"):
         raise Refused(400, "unsupported", "functions is the older form of tools; use tools", "functions")

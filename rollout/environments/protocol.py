@@ -80,7 +80,7 @@ class Context(Protocol):
 
         Args:
             max_new_tokens: at most ``rollout.max_new_tokens``, which is the default.
-            stop_token_ids: tokens that end this turn, in addition to the model's own end tokens.
+            stop_token_ids: tokens that end this turn, in addition to the model's own end tokens and to ``rollout.stop``.
 
         Raises:
             EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more than
@@ -127,7 +127,7 @@ class Context(Protocol):
         ...
 
     def decode(self, completion: Completion) -> str:
-        """The text of a turn without the model's end token. A token of ``stop_token_ids`` stays."""
+        """The text of a turn without the model's end token. A token of ``stop_token_ids``, or a text of ``rollout.stop``, stays."""
         ...
 
     async def score(self, response_text: str) -> Score:

@@ -33,6 +33,16 @@ def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[
     }
 
 
+def stop_pattern(text: str) -> str:
+    """``stop_regex`` for SGLang, which searches it in the text of the newest tokens after every token.
+
+    SGLang derives the number of these tokens from the longest text that a pattern matches: one token per character. Its ``stop``
+    would take the number that the tokenizer needs, and overlook a text that the model writes in more tokens. The second branch
+    matches nothing. It makes room for tokens of one byte each.
+    """
+    return rf"{re.escape(text)}|\b\B.{{{len(text.encode())}}}"
+
+
 class Sent(NamedTuple):
     """The prompt of a request."""
 

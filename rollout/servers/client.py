@@ -36,6 +36,7 @@ from rollout.servers.answers import (
     neutral_sampling_params,
     read_answer,
     server_message,
+    stop_pattern,
 )
 from rollout.servers.command import NO_WEIGHT_VERSION
 from rollout.servers.kept_sets import Truncation
@@ -87,6 +88,7 @@ class SGLangClient:
             goes at once to the next sample of any group. A router's ``urls`` need this.
         experts: the served model's experts; answers then have each token's. None: answers have no experts.
         truncation: the sampler's limits; answers then have each token's kept ids. None: the full distribution.
+        stop: texts that also end a response (``rollout.stop``). The servers need the tokenizer for them.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class SGLangClient:
         key: RunKey | None = None,
         experts: Experts | None = None,
         truncation: Truncation | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
@@ -109,6 +112,7 @@ class SGLangClient:
         self._replicas = [Replica(url.rstrip("/"), lost_for_s=math.inf) for url in urls]
         self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
         self._truncation, self._top_p = truncation, 1.0
+        self._stop_patterns = [stop_pattern(text) for text in stop]
         self._places = _Places(max_concurrency)
         self._in_flight = _InFlight()
         self._is_open = asyncio.Event()
@@ -238,6 +242,8 @@ class SGLangClient:
         if self._experts is not None and known_experts is not None:
             sampling["custom_params"] = {KNOWN_BY: str(known_experts.version)}
         sampling["stop_token_ids"] = list(stop_token_ids)
+        if self._stop_patterns:
+            sampling["stop_regex"] = self._stop_patterns
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
         sent = Sent.of(prompt_ids, self._experts, self._truncation, known_experts)
         ask = partial(self._request_completions, list(prompt_ids), sent=sent, session=session)

@@ -78,7 +78,7 @@ def server_command(
         "random-seed": (spec.config.seed + share.replica) % 2**31,  # replicas must draw different samples
         "weight-version": str(weight_version),
         "watchdog-timeout": config.hang_timeout_s,
-        "skip-tokenizer-init": True,  # ids in, ids out
+        "skip-tokenizer-init": not config.stop,  # ids in, ids out; only a stop text needs texts
         "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
         "log-level-http": "warning",
         "enable-fp32-lm-head": spec.config.model.fp32_lm_head,

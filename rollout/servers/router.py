@@ -69,6 +69,7 @@ async def generation_client(
             key=key,
             experts=experts,
             truncation=truncation,
+            stop=rollout.stop,
         ) as client:
             yield client
 

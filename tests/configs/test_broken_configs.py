@@ -231,6 +231,9 @@ TABLE = {
         ("eps-clip-high", "here it is `objective.clip_high`"),
         ("hf-checkpoint", "here it is `model.path`"),
         ("num-rollout", "here it is `steps`"),
+        ("rollout-stop", "here it is `rollout.stop`"),
+        ("rollout-stop-token-ids", "here it is `rollout.stop`, the texts of these tokens"),
+        ("rollout.stop_strings", "here it is `rollout.stop`, texts that stay"),
         ("weight-decay", "it exists as `learner.optimizer.weight_decay` and `critic.optimizer.weight_decay`"),
     ]},
     "an own field with dashes": Broken(
@@ -315,6 +318,19 @@ TABLE = {
         options="correction={verl: {rollout_is: token, rollout_token_veto_threshold: 1.0}}",
         field="correction.verl.rollout_token_veto_threshold", value="1.0", error="would reject what the two policies agree on", fix="1e-4",
     ),
+    "stop texts and a router": Broken(
+        options="rollout.stop=['1'] rollout.router={}", field="rollout.stop, rollout.router", value="rollout.stop: ['1']",
+        error="drops the patterns of the texts", fix="remove one of them",
+    ),
+    **{f"a stop text {name}": Broken(options=f"rollout.stop={value}", field=field, value=shown, error=error, fix=fix)
+       for name, value, field, shown, error, fix in [
+        ("alone", "</search>", "rollout.stop", "</search>", "must be a list", "rollout.stop: [</search>]"),
+        ("of nothing", "['']", "rollout.stop.0", "''", "must have at least 1 character", "correct the value"),
+        ("too long for SGLang", f"[{'x' * 61}]", "rollout.stop.0", "xxx", "must have at most 60 characters", "correct the value"),
+        ("too many for SGLang", f"[{','.join('x' * 33)}]", "rollout.stop", "[x, x", "must have at most 32 items", "correct the value"),
+        ("that no response can have", "[</search>]", "rollout.stop", "</search>", "turns 1</search>1 into '1<unk>",
+         "use a text that its tokens can write"),
+    ]},
     "truncated sampling": Broken(
         options="rollout.top_p=0.9", field="rollout.top_p, rollout.top_k", value="rollout.top_p: 0.9",
         error="SGLang returns the kept ids only with a finite top_k", fix="set top_k, up to 4096, or top_p: 1.0",

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from parallel.planning.memory import NUM_BUFFERS
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
+from rollout.servers.answers import stop_pattern
 from rollout.servers.control import SGLangControl
+from tests.support.chat_tokenizer import chat_tokenizer
 from trainer.stage_sender import StageSender
 
 
@@ -35,10 +38,17 @@ def die_in_a_transfer(model_dir: Path, url: str, carrier: str) -> None:
         sender.send(buckets(), plan, None)
 
 
-def write_flags_of_sglang(file: Path) -> None:
+def write_answers_of_sglang(file: Path, stop_texts: Sequence[str]) -> None:
+    """Of SGLang's own code: its flags, and the newest tokens in whose text it searches for each stop text."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(add_help=False)
     ServerArgs.add_cli_args(parser)
-    file.write_text(json.dumps(sorted(parser._option_string_actions)))
+    windows = []
+    for text in stop_texts:
+        sampling = SamplingParams(stop_regex=[stop_pattern(text)])
+        sampling.normalize(chat_tokenizer())
+        windows.append(sampling.stop_regex_max_len + 1)  # Req._stop_match_tail_len adds the one
+    file.write_text(json.dumps({"flags": sorted(parser._option_string_actions), "windows": windows}))

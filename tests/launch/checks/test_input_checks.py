@@ -28,6 +28,7 @@ from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
 from rollout.tokenizer_files import TokenizerFiles, check_template_arguments
 from tests.parallel.weights.test_hf_headers import TINY
+from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.model_folders import CHATML, make_model_folder, write_tokenizer
 
 MODEL = TINY | {"max_position_embeddings": 256}
@@ -596,6 +597,33 @@ def test_what_is_rarely_meant_is_said(capsys):
     assert "# task.train_path: 2 of 3 prompts of train.jsonl repeat an earlier one" in said
     assert "# task.heldout_path: 1 of the 2 held-out prompts are also trained on" in said
     assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
+
+
+@pytest.mark.parametrize(
+    ("ends", "overrides", "is_said"),
+    [
+        ([], (), True),
+        (["<|endoftext|>"], (), True),
+        (["<|im_end|>", "<|endoftext|>"], (), False),
+        ([], ("rollout.stop=[<|im_end|>]",), False),
+        ([], ("task.apply_chat_template=false",), False),
+        ([], ("environment={type: agent, command: [echo]}",), False),  # stops at the template's end
+    ],
+)
+def test_an_answer_that_the_template_closes_where_no_response_ends_is_said(capsys, ends, overrides, is_said):
+    """As with a base model whose template is that of the chat model: a response would run on to max_new_tokens."""
+    shutil.rmtree("model")
+    model = make_model_folder(Path("model"), MODEL | {"vocab_size": 512})
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(model)
+    ids = tokenizer.convert_tokens_to_ids(ends)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids} if ends else {}))
+    assert problems(*overrides) == []
+    end, own = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    note = f"# model.path: the chat template closes an answer with '<|im_end|>' ({end}), but responses end only at '<|endoftext|>' ({own})"
+    said = capsys.readouterr().out
+    assert (note in said) == is_said and (f"add {end} to eos_token_id in" in said) == is_said
 
 
 @pytest.mark.parametrize(("every", "is_said"), [(0, False), (5, False), (6, True)])

@@ -161,6 +161,12 @@ def test_what_the_data_hold(folder):
     assert "  task.train_path  train.jsonl  100 prompts, 50 of them distinct; 2 epochs in steps=50" in lines
 
 
+def test_stop_texts_are_told(folder):
+    lines = list(dry_run_lines(config("rollout.stop=['1+', '=2']"), checks.TRAINING, CPU))
+    told = "  rollout.stop: every turn also ends with the token that completes '1+' or '=2', for which servers load the tokenizer"
+    assert told in lines
+
+
 def test_gpus_of_other_machines_are_for_planning_alone(folder):
     with pytest.raises(checks.BadInput, match=r"--gpu-memory 80 .* use it with --dry-run"):
         training.train(Path("run.yaml"), [], gpu_memory=80)

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import json
 import math
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 
 from configs.loader import load_config
@@ -35,7 +38,7 @@ from parallel.weights.transfer import Buffers, WeightBroadcaster, make_buckets, 
 from rollout.client import GenerationError, PromptTooLongError
 from rollout.records import Completion, FinishReason
 from rollout.sampling.prompt_room import server_limit
-from rollout.servers.answers import Sent, neutral_sampling_params, parse_completion
+from rollout.servers.answers import Sent, neutral_sampling_params, parse_completion, stop_pattern
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet
@@ -45,11 +48,13 @@ from rollout.servers.served import OWNED_FLAGS, check_flags_exist, flags_of_sgla
 from rollout.servers.share import ServerShare
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import load_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.megatron_workers import run_forked
 from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_of
 from tests.support.server_specs import server_spec
-from tests.support.server_workers import die_in_a_transfer, write_flags_of_sglang
+from tests.support.server_workers import die_in_a_transfer, write_answers_of_sglang
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
 from trainer import weight_sync
@@ -57,6 +62,10 @@ from trainer.stage_sender import StageSender
 from trainer.weight_carriers import MEMORY
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+STOP = ("7", "unused")
+"""A token has one character, or is one such as <unused_0>, in which a response runs past the text."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +86,7 @@ def models(model_dirs):
 @pytest.fixture(scope="module")
 def fleet(model_dirs, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
-    fleet = make_fleet(model_dirs[0], logs)
+    fleet = make_fleet(model_dirs[0], logs, stop=STOP)
     fleet.start()
     try:
         fleet.wait_healthy(600)
@@ -115,11 +124,12 @@ def reference_logprobs(
 
 
 @pytest.mark.engines
-def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fleet, models):
+def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fleet, models, model_dirs):
     prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(8)]
 
     async def sample_all():
-        async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
+        options = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0, "stop": STOP}
+        async with SGLangClient(fleet.urls, **options) as client:
             shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5, 9]}
             # Also a group of one.
             wanted = [
@@ -130,7 +140,9 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     groups = asyncio.run(sample_all())
     assert [len(group) for group in groups] == [1, 2, 3, 4] * 2
     completions = [completion for group in groups for completion in group]
-    ends = {0, 5, 9}  # the model's own end token stops too
+    tokenizer = load_tokenizer(model_dirs[0])
+    by_text = {i for i in range(len(tokenizer)) if any(text in tokenizer.decode([i]) for text in STOP)}
+    ends = {0, 5, 9} | by_text  # the model's own end token stops too
     for prompt, completion in [
         (prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group
     ]:
@@ -142,6 +154,7 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
         assert not set(completion.token_ids[:-1]) & ends
         assert stopped or len(completion.token_ids) == 24
     assert len({c.finish_reason for c in completions}) == 2
+    assert by_text & {int(c.token_ids[-1]) for c in completions}
     other = reference_logprobs(models[0], prompts[0], completions[0].token_ids, 1.0)
     assert completions[0].rollout_logprobs != pytest.approx(other, abs=10 * EXACT)
     assert "equal prompts of a prefill are computed once" in fleet._replicas[0].log_file.read_text()
@@ -675,10 +688,58 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             fleet.poll()
 
 
+STOP_TEXTS = ("ing", "</search>", "\n### Response:", " tool", "é🙂", "<think>")
+
+
+def responses_with_stop_texts(tokenizer) -> list[tuple[str, list[int]]]:
+    """Random tokens around each text, which stands in the tokenizer's own tokens, in random ones, in one for each byte, or not at all."""
+    generator, vocabulary = random.Random(0), tokenizer.get_vocab()
+    responses = []
+    for text in STOP_TEXTS * 8:
+        letters = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+        spelled, rest = [], letters
+        while rest:
+            tokens = [rest[:n] for n in range(1, len(rest) + 1) if rest[:n] in vocabulary]
+            spelled.append(vocabulary[token := generator.choice(tokens)])
+            rest = rest[len(token) :]
+        own = tokenizer.encode(text, add_special_tokens=False)
+        for written in own, spelled, [vocabulary[letter] for letter in letters], []:
+            around = [[generator.randrange(len(vocabulary)) for _ in range(12)] for _ in range(2)]
+            responses.append((text, [*around[0], *written, *around[1]]))
+    return responses
+
+
+@pytest.fixture(scope="module")
+def answers_of_sglang(tmp_path_factory) -> dict:
+    file = tmp_path_factory.mktemp("sglang") / "answers.json"
+    assert run_forked(write_answers_of_sglang, file, STOP_TEXTS) == 0
+    return json.loads(file.read_text())
+
+
 @pytest.mark.engines
-def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads(tmp_path):
-    assert run_forked(write_flags_of_sglang, tmp_path / "flags.json") == 0
-    read = {option.removeprefix("--") for option in json.loads((tmp_path / "flags.json").read_text())}
+def test_a_response_ends_with_the_token_that_completes_a_stop_text_however_it_is_written(answers_of_sglang):
+    """SGLang's rule on its own windows, against a search in the whole text after each token."""
+    tokenizer = chat_tokenizer()
+    windows = dict(zip(STOP_TEXTS, answers_of_sglang["windows"], strict=True))
+
+    def ends(text: str, token_ids: list[int], window: int) -> int | None:
+        lengths = range(1, len(token_ids) + 1)
+        texts = (tokenizer.decode(token_ids[max(0, n - window) : n]) for n in lengths)
+        return next(
+            (n for n, end in zip(lengths, texts, strict=True) if re.search(stop_pattern(text), end)), None
+        )
+
+    found = [
+        (ends(text, ids, windows[text]), ends(text, ids, len(ids)))
+        for text, ids in responses_with_stop_texts(tokenizer)
+    ]
+    assert all(by_sglang == expected for by_sglang, expected in found)
+    assert 0 < found.count((None, None)) < len(found) / 3
+
+
+@pytest.mark.engines
+def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads(answers_of_sglang):
+    read = {option.removeprefix("--") for option in answers_of_sglang["flags"]}
     check_flags_exist(RolloutConfig(server_args=dict.fromkeys(read, True)))
     assert len(set(flags_of_sglang()) - read) < 50
     assert read >= OWNED_FLAGS

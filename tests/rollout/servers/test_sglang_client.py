@@ -5,6 +5,7 @@ import base64
 import copy
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from rollout.client import GenerationError, KnownExperts, PromptTooLongError, Se
 from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
-from rollout.servers.answers import Sent, parse_completion, read_answer
+from rollout.servers.answers import Sent, parse_completion, read_answer, stop_pattern
 from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
 from rollout.sglang_plugin.tandem_routed_experts import KNOWN_BY
@@ -245,6 +246,32 @@ def test_kept_ids_are_asked_for_with_the_limits_and_give_the_log_probs():
                 await ask(client)
 
     asyncio.run(scenario())
+
+
+def test_stop_texts_go_with_every_request_and_end_a_response_like_an_end_token():
+    reply = answer()
+    reply["meta_info"]["finish_reason"]["matched"] = stop_pattern("</search>")
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: reply) as server,
+            make_client(server, stop=["</search>", "Observation:"]) as client,
+        ):
+            found = [await ask(client), await ask(client.with_own_places())]
+            asked = [sampling["stop_regex"] for body in server.bodies for sampling in body["sampling_params"]]
+            assert asked == [[stop_pattern("</search>"), stop_pattern("Observation:")]] * 2
+            assert all(c.finish_reason is FinishReason.STOP and c.token_ids.tolist() == [5, 6] for c in found)
+        async with LocalServer(lambda n: answer()) as server, make_client(server) as client:
+            await ask(client)  # SGLang refuses the field, if it has no tokenizer
+            assert "stop_regex" not in server.bodies[0]["sampling_params"][0]
+
+    asyncio.run(scenario())
+
+
+@given(st.text("ab.*|\\\\ \\n(é🙂", min_size=1, max_size=4), st.text("ab.*|\\\\ \\n(é🙂", max_size=40))
+def test_a_stop_pattern_finds_its_text_and_nothing_else(stop, text):
+    found = re.search(stop_pattern(stop), text)
+    assert (found is not None) == (stop in text) and (found is None or found[0] == stop)
 
 
 def seeds_of(body: dict) -> list[int]:

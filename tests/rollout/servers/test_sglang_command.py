@@ -91,6 +91,13 @@ def test_servers_return_experts_where_the_learner_replays_them(tmp_path):
         check_server_args(RolloutConfig(server_args={"enable_return_routed_experts": True}))
 
 
+def test_servers_load_the_tokenizer_only_for_stop_texts(tmp_path):
+    ports, share = choose_ports([0], None)[0], on_one_machine(1, 1)[0]
+    for stop, skips in ((), True), (("</search>",), False):
+        command = server_command(server_spec(tmp_path, stop=stop), share, ports)
+        assert ("--skip-tokenizer-init" in command) == skips
+
+
 def test_servers_of_recurrent_layers_keep_states_for_as_many_responses_as_are_asked_for(tmp_path):
     ports, share = choose_ports([0], None)[0], on_one_machine(1, 1)[0]
     spec = server_spec(tmp_path, max_concurrency=48, dtype="float32")
