@@ -239,12 +239,8 @@ def test_passes_in_flight(layout, stage, microbatches, passes):
         (dict(pp=2), 0, None, 3),  # two sent on, and the gradient that comes back
         (dict(pp=2), 0, 1, 2),
         (dict(pp=2), 1, None, 1),
-        (
-            dict(pp=3, vpp=2),
-            2,
-            None,
-            5,
-        ),  # the last stage sends its first chunk on: warm-up 3, and the one that runs
+        # The last stage sends its first chunk on: warm-up 3, and the one that runs
+        (dict(pp=3, vpp=2), 2, None, 5),
         (dict(pp=2, tp=2), 0, None, 3),
         (dict(pp=2, tp=4, sp=True), 0, None, 3 / 4),
     ],
