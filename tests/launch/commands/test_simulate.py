@@ -51,7 +51,7 @@ def test_micro_batches_are_filled_with_the_longest_samples(tmp_path):
     assert (step.samples, step.places, step.response, step.microbatches) == (1, 256, 64, 2)
 
 
-def test_a_table_the_details_and_a_file_are_written(folder, tmp_path):
+def test_a_table_the_details_and_a_file_are_written(folder, tmp_path, capfd):
     file = config_file(
         folder,
         "layout: {tp: 2, pp: 2, dp: 1}",
@@ -66,6 +66,7 @@ def test_a_table_the_details_and_a_file_are_written(folder, tmp_path):
     assert "2 of 4 ranks" in done.output
     assert "TENSOR_MODEL_PARALLEL_GROUP" in done.output
     assert "fits: " in done.output
+    assert "leaked" not in capfd.readouterr().err, "of nanobind, at the end of each child"
     ranks = json.loads(out.read_text())
     assert [(rank["rank"], rank["stage"]) for rank in ranks] == [(0, 0), (2, 1)]
     architecture = architecture_of(folder)
