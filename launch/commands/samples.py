@@ -12,9 +12,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from configs.reading.files import text_of
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
-from parallel.checkpoints.files import text_of
 from rollout.terminal_text import visible
 from trainer.tracking.samples import EVALUATION, STEP, Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (

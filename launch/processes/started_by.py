@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from configs.reading.files import text_of
 from configs.schema.base import SECRET, looks_secret, without_credentials
-from parallel.checkpoints.files import text_of
 from trainer.file_system import parse_json
 
 HIDDEN = "…"

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import psutil
 
+from launch.processes.run_folder import error_text
 from launch.processes.unheard import go_on_unheard
 from rollout.servers.watched_process import how_it_ended, log_tail, signal_group
 from rollout.terminal_text import visible
@@ -336,10 +337,7 @@ def _cause_text(running: _Running) -> str:
     """The ranks that torchrun saw killed (they leave no error), and the error that the role left, or else the end of its
     log."""
     role = running.role
-    try:
-        error = role.error.read_text() if role.error is not None else ""
-    except FileNotFoundError:
-        error = ""
+    error = "" if role.error is None else error_text(role.error)
     said = running.last_lines(AGENT_LINES)
     ended_by_torchrun = set(ENDED_BY_TORCHRUN.findall(said))
     deaths = {

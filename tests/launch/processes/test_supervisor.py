@@ -177,6 +177,23 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
     assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda error: error.write_bytes(b"no \xff ink"), "no \ufffd ink\n"),
+        (os.mkfifo, "learn.error cannot be read (not a regular file)\n"),
+    ],
+)
+def test_an_error_file_that_is_damaged_hides_no_failure(tmp_path, make, told):
+    error = tmp_path / "learn.error"
+    make(error)
+    with pytest.raises(RoleFailed) as failure, Supervisor(grace_s=1) as supervisor:
+        command = [sys.executable, "-c", "raise SystemExit(1)"]
+        supervisor.start(Role(name="learn", command=command, log=tmp_path / "learn.log", error=error))
+        supervisor.wait_until_done("learn")
+    assert "the learn role ended with exit code 1.\n" in str(failure.value) and told in str(failure.value)
+
+
 def test_of_a_log_that_becomes_too_large_the_end_stays_and_the_role_goes_on_behind_it(tmp_path, monkeypatch):
     """Also where an earlier life of the run wrote more than stays."""
     monkeypatch.setattr("launch.processes.supervisor.LARGEST_LOG", 10_000)
