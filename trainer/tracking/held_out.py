@@ -8,7 +8,7 @@ from typing import Any
 from trainer.metric_names import known
 
 ACCURACY, ERROR, COUNT = known("eval/accuracy"), known("eval/accuracy_error"), known("eval/count")
-FALL = known("eval/accuracy_fall")
+FAILED, FALL = known("eval/failed_fraction"), known("eval/accuracy_fall")
 
 
 def is_sound(evaluated: Mapping[str, Any], max_failed: float | None, *, of: str = "eval") -> bool:
@@ -16,6 +16,14 @@ def is_sound(evaluated: Mapping[str, Any], max_failed: float | None, *, of: str 
 
     of: the part of the metrics' names before the last slash, such as ``eval/set/hard``."""
     return max_failed is None or (evaluated.get(f"{of}/failed_fraction") or 0.0) <= max_failed
+
+
+def best_evaluation(rows: Iterable[Mapping[str, Any]], max_failed: float | None) -> tuple[int, float] | None:
+    """(step, accuracy) of the best evaluation among the rows of metrics.jsonl; None without one that is sound. Of equal ones
+    the earliest is the best, as for the best checkpoint."""
+    sound = [row for row in rows if row.get(ACCURACY) is not None and is_sound(row, max_failed)]
+    best = max(sound, key=lambda row: (row[ACCURACY], -row["step"]), default=None)
+    return None if best is None else (best["step"], best[ACCURACY])
 
 
 @dataclass(frozen=True, slots=True)
