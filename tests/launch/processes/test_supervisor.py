@@ -133,8 +133,14 @@ DEATHS = {
 
 
 BY_TORCHRUN = (
+    "W1128 06:41:56.380000 3166 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 4712 closing signal SIGTERM\n"
+    "rank 0 lost a peer\nTraceback (most recent call last):\nEOFError\n"
     "E1128 06:41:56.390000 3166 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1\n"
     "Traceback (most recent call last):\nChildFailedError:\n" + TORCHRUN_SAYS
+)
+LAST_WORDS = textwrap.indent(
+    "a line of a step\nterminate called\nrank 0 lost a peer\nTraceback (most recent call last):\nEOFError\n",
+    "    ",
 )
 
 
@@ -142,12 +148,12 @@ BY_TORCHRUN = (
     ("code", "words"),
     [
         (-9, "was killed by SIGKILL\n"),
-        (-6, "was killed by SIGABRT\n    a line of a step\n    terminate called\n"),
-        (3, "ended with exit code 3\n    a line of a step\n    terminate called\n"),
+        (-6, f"was killed by SIGABRT\n{LAST_WORDS}"),
+        (3, f"ended with exit code 3\n{LAST_WORDS}"),
     ],
 )
 def test_a_lone_rank_that_died_is_told_without_the_lines_of_torchrun(tmp_path, code, words):
-    """A killed rank leaves no error. What it printed before tells why, unless it was killed from outside."""
+    """A killed rank leaves no error. What it and its peers printed tells why, unless it was killed from outside."""
     said = f"a line of a step\nterminate called\n{BY_TORCHRUN.format(code=code)}"
     log = tmp_path / "learn.log"
     command = [sys.executable, "-c", f"import sys; print({said!r}, file=sys.stderr); sys.exit(1)"]
