@@ -30,6 +30,8 @@ def best_evaluation(rows: Iterable[Mapping[str, Any]], max_failed: float | None)
 class _Measured:
     accuracy: float
     error: float
+    count: float
+    """Answers."""
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> "_Measured | None":
@@ -37,8 +39,7 @@ class _Measured:
         accuracy, error, count = (metrics.get(name) for name in (ACCURACY, ERROR, COUNT))
         if accuracy is None or error is None or not count:
             return None
-        # All answers right, or all wrong, do not make an accuracy exact.
-        return cls(accuracy, max(error, 1 / count))
+        return cls(accuracy, error, count)
 
 
 class BestAccuracy:
@@ -55,9 +56,14 @@ class BestAccuracy:
     def fall_to(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """``{"eval/accuracy_fall": z}`` for the metrics of an evaluation that is not the first; else nothing.
 
-            z = (a_best - a) / sqrt(e_best^2 + e^2)
+            z = (a_best - a) / sqrt(s_best^2 + s^2)    s^2 = max(e^2, q (1 - q) / n)
+            q = (n_best a_best + n a + 1) / (n_best + n + 2)
 
-        a: accuracy. e: its standard error, at least 1 / number of answers. z < 0: this one is the best so far.
+        a: accuracy. n: number of answers. e: standard error of a, from problem to problem. q: the share of right answers in
+        both evaluations, with one right and one wrong answer added. z < 0: this one is the best so far.
+
+        The binomial variance q (1 - q) / n is at most the expectation of e^2, if the samples of a problem are independent. e
+        itself is near 0 when few problems happen to have equal shares of right answers.
         """
         measured, best = _Measured.of(metrics), self._best
         if measured is None or not is_sound(metrics, self._max_failed):
@@ -66,4 +72,9 @@ class BestAccuracy:
             self._best = measured
         if best is None:
             return {}
-        return {FALL: (best.accuracy - measured.accuracy) / math.hypot(best.error, measured.error)}
+        both = (best, measured)
+        right = (sum(each.count * each.accuracy for each in both) + 1) / (
+            sum(each.count for each in both) + 2
+        )
+        errors = [max(each.error, math.sqrt(right * (1 - right) / each.count)) for each in both]
+        return {FALL: (best.accuracy - measured.accuracy) / math.hypot(*errors)}
