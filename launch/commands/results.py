@@ -16,6 +16,7 @@ from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, check_new_page
 from launch.processes.locks import locked
 from launch.processes.run_folder import RunFolder, write_json
+from launch.processes.started_by import started_in
 from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
@@ -55,7 +56,7 @@ def _tell_of_missing(folder: RunFolder, out: Path) -> None:
     from parallel.weights.hf_headers import COMPANIONS
 
     try:
-        source = Path(yaml.safe_load(text_of(folder.config))["model"]["path"])
+        source = started_in(folder.commands) / yaml.safe_load(text_of(folder.config))["model"]["path"]
         lost = [name for name in COMPANIONS if (source / name).is_file() and not (out / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
         return

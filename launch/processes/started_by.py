@@ -1,5 +1,6 @@
 """The commands that started a run and resumed it, without secrets: ``RUN/commands.jsonl``, a line per start."""
 
+import contextlib
 import json
 import os
 import re
@@ -81,6 +82,16 @@ def _is_secret(key: str, value: str) -> bool:
     name = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", key.rpartition(".")[2])
     is_named = _SECRET_NAME.search(name.lower()) is not None
     return is_named and not any(map(_NOT_HIDDEN.fullmatch, (name, value)))
+
+
+def started_in(file: Path) -> Path:
+    """The folder of the newest recorded command, to which the paths of the run's config are relative. The current folder, if
+    that cannot be read."""
+    with contextlib.suppress(OSError):
+        for command in reversed(read_commands(file)):
+            if isinstance(command.get("folder"), str):
+                return Path(command["folder"])
+    return Path()
 
 
 def read_commands(file: Path) -> list[dict[str, Any]]:

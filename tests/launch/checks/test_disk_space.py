@@ -287,6 +287,16 @@ def test_an_export_names_the_files_that_the_first_model_had(finished, tmp_path, 
     results.export(finished.path, tmp_path / "out")
     told = f"{tmp_path / 'out'} lacks generation_config.json, chat_template.jinja, which {source} has; copy "
     assert told in capsys.readouterr().out
+    # A path of the config is relative to the folder in which the run was started last.
+    finished.config.write_text(json.dumps({"kind": "train", "model": {"path": source.name}}))
+    with finished.commands.open("a") as commands:
+        for folder in (tmp_path / "run", tmp_path):
+            commands.write(json.dumps({"time": "", "folder": str(folder), "command": "tandem train"}) + "\n")
+    results.export(finished.path, tmp_path / "relative")
+    assert (
+        f"/relative lacks generation_config.json, chat_template.jinja, which {source} has; "
+        in capsys.readouterr().out
+    )
     shutil.rmtree(source)
     results.export(finished.path, tmp_path / "again")
     assert "lacks" not in capsys.readouterr().out
