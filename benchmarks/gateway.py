@@ -145,7 +145,7 @@ async def measure(template: str, sessions: int, repeats: int, given: argparse.Na
     renderer = plain if template == "plain" else ChatRenderer(tokenizer)
     answer = (tokenizer.encode(WORDS) * given.answer)[: given.answer - 1]
     (end,) = tokenizer.encode("<|im_end|>")
-    problem = Prompt(prompt_id="p", token_ids=[1], text="?", task="t", reference="")
+    problem = Prompt(prompt_id="p", token_ids=[1], text="?", reference="")
     question = tokenizer.decode((tokenizer.encode(WORDS) * given.question)[: given.question])
     async with AsyncExitStack() as exits:
         gateway = await exits.enter_async_context(Gateway(vocab_size=len(tokenizer)))

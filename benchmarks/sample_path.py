@@ -122,9 +122,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     clock, groups, num_tokens = Clock(), [], 0
     while num_tokens < given.tokens:
         number = len(groups)
-        prompt = Prompt(
-            prompt_id=str(number), token_ids=[4] * PROMPT_TOKENS, text="", task="countdown", reference=""
-        )
+        prompt = Prompt(prompt_id=str(number), token_ids=[4] * PROMPT_TOKENS, text="", reference="")
         with clock("read"), collection_paused():
             asked = Sent.of(prompt.token_ids)
             completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "", asked)

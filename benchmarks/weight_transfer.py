@@ -191,7 +191,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     return {
         "mib": round(flat.numel() / 2**20, 1),
-        "buckets": len(plans[None].counts),
+        "buckets": len(plans[None].buckets),
         "tensors": len(plans[None].names),
         "loaded_by_sglang": loaded_by_sglang(scratch / "logs"),
         "seconds": seconds,

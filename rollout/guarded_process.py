@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
+from rollout.servers.watchdog import listed, remove_left
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -32,6 +34,8 @@ SHORT = "/tmp"
 """The folder of folders whose path must be short."""
 OWN_FOLDER = re.compile(r"tandem-[a-z]+-(?P<machine>\w+)-(?P<pid>\d+)-(?P<started>\d+)-\w+")
 """Name of a folder of ``own_folder``, with the process that removes it."""
+OF_SERVERS = "tandem-server-"
+"""How the name of a server's folder begins. Only such a folder may list files to remove: an agent writes into its own."""
 
 
 class Guard(Protocol):
@@ -84,7 +88,7 @@ def own_name(prefix: str) -> str:
 
 def remove_abandoned() -> None:
     """Remove the folders that this user's processes left behind because they were killed, alone or with a whole job of
-    Slurm. Other machines may share the temporary folder; their folders stay."""
+    Slurm, and the files of such servers in /dev/shm. Other machines may share the temporary folder; their folders stay."""
     for folder in {tempfile.gettempdir(), SHORT}:
         _remove_abandoned_in(folder)
 
@@ -103,6 +107,8 @@ def _remove_abandoned_in(folder: str) -> None:
                 entry.is_dir(follow_symlinks=False)
                 and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
             ):
+                if entry.name.startswith(OF_SERVERS):
+                    remove_left(None, listed(entry.path))
                 remove(entry.path)
 
 

@@ -71,7 +71,6 @@ class Prompt:
     token_ids: list[int]
     text: str
     """The text that rewards read; see ``rollout.tasks.prompts.plain_text``."""
-    task: str
     reference: str
     messages: Messages | None = None
     """The conversation in the data, if it is more than one user message."""

@@ -69,7 +69,7 @@ def call_problem(
         inspect.signature(function).bind(*given, **asked, **own.settings)
     except TypeError as error:
         must = f"must take ({', '.join(given)}) and its settings ({', '.join(own.settings) or 'none'})"
-        return f"it {must}, and beside them at most {', '.join(further)}: {error}"
+        return f"it {must}, and may take {', '.join(further)}: {error}"
     except ValueError:  # some C functions have no signature; the first call checks them
         pass
     return None

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import yaml
 
-from parallel.checkpoints.files import text_of
+from configs.reading.files import text_of
 
 SHARED_FOLDER_S = 60.0
 """Delay of files of another node: NFS clients may show an old file, or miss a new one, for this long."""
@@ -86,6 +86,15 @@ def read_file(
     if wrong:
         damaged.append(f"{file} lacks a sound {wrong[0]!r}")
         return None
+    return content
+
+
+def read_required(file: Path, fields: Mapping[str, type | tuple[type, ...]] | None = None) -> dict:
+    """As ``read_file``. Raises ValueError, naming the file, if it is missing or damaged."""
+    damaged: list[str] = []
+    content = read_file(file, fields or {}, damaged)
+    if content is None:
+        raise ValueError(damaged[0] if damaged else f"{file} is missing")
     return content
 
 

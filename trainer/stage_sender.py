@@ -100,7 +100,8 @@ class StageSender:
     ) -> int:
         kind, sent = hash_kind(device()), 0
         with self._transfer(kind) as transfer:
-            announcement = Announcement(kind, tuple(plan.counts), version is not None, transfer.meeting)
+            counts = tuple(len(bucket.tensors) for bucket in plan.buckets)
+            announcement = Announcement(kind, counts, version is not None, transfer.meeting)
             answers.add(
                 self._control.receive_transfer(
                     names=plan.names,

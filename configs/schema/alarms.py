@@ -42,7 +42,7 @@ class AlarmsConfig(Schema):
     accuracy_fall_max: PositiveFloat | None = 4.0
     """Largest fall of the held-out accuracy below the best evaluation before it, in standard errors of the difference.
     If the problems differ in difficulty, a run whose policy does not change hardly ever falls so far by chance. With problems that are
-    all equally hard, one in ten such runs does within a hundred evaluations, and more with few problems."""
+    all equally hard, at most one in ten such runs does within a hundred evaluations."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         low, high = self.weight_mean_min, self.weight_mean_max

@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from configs.loader import load_config
+from configs.reading.files import text_of
 from configs.schema import RunConfig
 from launch.checks.node import Finding, fail, ok, warn
 from launch.processes.addresses import own_address
 from launch.processes.run_folder import RunFolder
-from parallel.checkpoints.files import text_of
 
 BY_KEY = "the run's key"
 BY_ADDRESS = "its address alone"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import yaml
 
+from configs.reading.files import text_of
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder, may_be_run
 from launch.tables import aligned
-from parallel.checkpoints.files import text_of
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.console import duration

@@ -1,7 +1,6 @@
 """The whole path on one machine: tiny model -> warm start -> RL -> evaluation -> Hugging Face export ->
 report. With ``--study`` also what Tandem is for: a quantised rollout, uncorrected and corrected."""
 
-import json
 import time
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from launch.commands.results import report
 from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder, write_json
+from trainer.file_system import read_required
 from trainer.tracking.console import duration
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
@@ -71,7 +71,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     seconds["rl_run"] = time.perf_counter() - began
 
     assert folder is not None  # only a dry run gives None
-    summary = json.loads(folder.summary.read_text())
+    summary = read_required(folder.summary, {"seconds": dict})
     summary["seconds"] |= {part: round(value, 2) for part, value in seconds.items()}
     write_json(folder.summary, summary, flush=True)
     if study:

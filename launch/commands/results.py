@@ -1,7 +1,6 @@
 """``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, to pass on."""
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
 from rollout.terminal_text import tandem_command
+from trainer.file_system import read_required
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
@@ -128,7 +128,7 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> int | None:
     folder.forget("export-rank")
     exporting = role("export-rank", folder, config, show_stdout=True)
     run_to_end(exporting, grace_s=config.launch.stop_grace_s)
-    return json.loads(folder.export_request.read_text())["step"]
+    return read_required(folder.export_request)["step"]
 
 
 def report(run: Path, against: Sequence[Path] = ()) -> None:

@@ -5,16 +5,16 @@ It reads only the run folder, and works during a run.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import yaml
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from configs.reading.files import text_of
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
-from parallel.checkpoints.files import text_of
+from launch.processes.started_by import started_in
 from rollout.terminal_text import visible
 from trainer.tracking.samples import EVALUATION, STEP, Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
@@ -100,7 +100,7 @@ def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample
 def decode_of(folder: RunFolder) -> tuple[Decode, str | None]:
     """``find_decode`` of a run. Its config.yaml may be damaged."""
     try:
-        model = Path(yaml.safe_load(text_of(folder.config))["model"]["path"])
+        model = started_in(folder.commands) / yaml.safe_load(text_of(folder.config))["model"]["path"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError) as error:
         decode, problem = find_decode(folder.hf, folder.path)
         return decode, problem and f"{folder.config} names no model.path ({error}), and {problem}"

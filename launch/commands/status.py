@@ -16,22 +16,26 @@ import yaml
 from pydantic import ValidationError
 
 from configs.errors import counted
+from configs.schema.alarms import AlarmsConfig
+from configs.schema.base import Schema
 from configs.schema.launch import EvaluationConfig
 from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, error_text
 from launch.processes.started_by import read_commands
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
-from parallel.checkpoints.files import MANIFEST, step_of, text_of
+from parallel.checkpoints.files import MANIFEST, step_of
 from rollout.terminal_text import on_one_visible_line, tandem_command, visible
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.console import duration
+from trainer.tracking.held_out import ACCURACY, best_evaluation
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.metrics_file import read_metrics
 
 Content = TypeVar("Content")
+Block = TypeVar("Block", bound=Schema)
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
@@ -56,7 +60,7 @@ RESULTS = (
     ("ESS", known("mismatch/ess"), ".3f"),
 )
 """(title, metric, format); Δp is p_rollout - p_old."""
-ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
+SECONDS = known("time/step")
 EVALUATION_SECONDS = known("time/evaluation")
 
 
@@ -91,12 +95,11 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
     if folder.request.exists() or (config or {}).get("kind") == "sft":
         lines += _result_lines(folder)
     else:
-        steps = config["steps"] if config else None
         file = folder.metrics
         if rows is None:
             rows = _read(read_metrics, file, damaged) or []
         ago = now - file.stat().st_mtime if running and rows else None
-        lines += _progress_lines(rows, steps, ago, _evaluation_of(config or {}))
+        lines += _progress_lines(rows, ago, config or {})
         if (groups := _read(lambda path: summary(read_ledger(path)), folder.ledger, damaged)) is not None:
             lines.append(("data", groups))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
@@ -144,11 +147,7 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
-        try:
-            text = text_of(errors[0], errors="replace")
-        except OSError as error:
-            text = f"{errors[0]} cannot be read ({error.strerror})"
-        lines = visible(text).strip().splitlines()
+        lines = visible(error_text(errors[0])).strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if in_slurm.startswith(SILENT):
@@ -193,20 +192,23 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
     return [(title, str(text)) for title, text in lines if text]
 
 
-def _evaluation_of(config: Mapping[str, Any]) -> EvaluationConfig:
+def _block_of(config: Mapping[str, Any], name: str, kind: type[Block]) -> Block:
     try:
-        return EvaluationConfig.model_validate(config.get("evaluation", {}))
+        return kind.model_validate(config.get(name, {}))
     except ValidationError:  # of a file that was edited
-        return EvaluationConfig()
+        return kind()
 
 
 def _progress_lines(
-    rows: Sequence[dict], steps: int | None, ago: float | None, evaluation: EvaluationConfig
+    rows: Sequence[dict], ago: float | None, config: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     """Step, pace and results.
 
-    steps: of the whole run; None if unknown. ago: seconds since the last step of an active run; adds the time left.
+    ago: seconds since the last step of an active run; adds the time left. config: of the run; empty if unknown.
     """
+    steps = config.get("steps")
+    evaluation = _block_of(config, "evaluation", EvaluationConfig)
+    max_failed = _block_of(config, "alarms", AlarmsConfig).reward_failed_max
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return [("step", "none yet" if steps is None else f"none of {steps} yet")]
@@ -219,6 +221,7 @@ def _progress_lines(
         left = (steps - step) * _full_pace(trained, pace)
         left += evaluation.number_after(step, steps) * (evaluations_s or [0.0])[-1]
         text += f", about {duration(left)} left; the last one {duration(max(ago, 0))} ago"
+    best = best_evaluation(rows, max_failed)
     heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
     means = [
         (title, _means_text([v for row in trained if (v := value_of(row, metric)) is not None], show))
@@ -226,16 +229,15 @@ def _progress_lines(
     ]
     return [
         ("step", text),
-        *((title, text) for title, text in [*means, ("held out", _accuracies_text(heldout))] if text),
+        *((title, text) for title, text in [*means, ("held out", _accuracies_text(heldout, best))] if text),
     ]
 
 
-def _accuracies_text(accuracies: Mapping[int, float]) -> str:
-    """The last accuracies by step, the newest first since a narrow terminal cuts the end; then the best and the first, if
-    they are not among them. Of equal ones the earliest is the best, as for the best checkpoint."""
+def _accuracies_text(accuracies: Mapping[int, float], best: tuple[int, float] | None) -> str:
+    """The last accuracies by step, the newest first since a narrow terminal cuts the end; then ``best`` (step, accuracy)
+    and the first, if they are not among them."""
     last = sorted(accuracies, reverse=True)[:LAST_ACCURACIES]
-    best = [] if not last else [max(accuracies, key=lambda step: (accuracies[step], -step))]
-    groups = [("", last), ("best ", best), ("first ", [min(accuracies)] if last else [])]
+    groups = [("", last), ("best ", [best[0]] if best else []), ("first ", [min(accuracies)] if last else [])]
     shown, texts = set[int](), list[str]()
     for title, steps in groups:
         new = [f"{accuracies[step]:.1%} at step {step}" for step in steps if step not in shown]

@@ -295,11 +295,16 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
     """Print the results of a run, their paths, and commands for next steps. Paths and commands are valid in any folder.
 
     in_job: a Slurm job has run it, and its next steps need another job."""
+    from trainer.file_system import read_required
     from trainer.tracking.mlflow_thread import tracking_uri
 
-    summary = json.loads(folder.summary.read_text())
     print()
-    if summary["accuracy_after"] is not None:
+    try:
+        summary = read_required(folder.summary, {"steps": int})
+    except ValueError as error:  # on a disk that was full: the model and its paths are there nevertheless
+        print(error)
+        summary = {"steps": config.steps}
+    if summary.get("accuracy_after") is not None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
         step = summary["accuracy_after_step"]

@@ -3,8 +3,8 @@
 import re
 import shlex
 
+from configs.reading.files import text_of
 from launch.processes.run_folder import RunFolder
-from parallel.checkpoints.files import text_of
 from rollout.terminal_text import tandem_command
 
 

@@ -26,8 +26,8 @@ from typing import Self
 
 import psutil
 
-from launch.processes.run_folder import RunFolder, write_json
-from parallel.checkpoints.files import text_of
+from configs.reading.files import text_of
+from launch.processes.run_folder import RunFolder, error_text, write_json
 from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S
 
@@ -248,7 +248,7 @@ class Watch(_Looking):
         """A line for each process that was stopped and has been killed, by this watch, a role or a guard. These
         are the causes of later failures."""
         notes = sorted(self._folder.roles.glob("*.stopped"))
-        guard_lines = [f"{role_text(note.stem)} {note.read_text()}" for note in notes]
+        guard_lines = [f"{role_text(note.stem)} {error_text(note)}" for note in notes]
         role_lines = [line for beat, _ in read_beats(self._folder) for line in beat.ended]
         return [*self._ended, *guard_lines, *role_lines]
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
+from configs.reading.files import text_of
 from launch.processes.locks import holders_of, locked
 from launch.processes.started_by import record_command
 from parallel.checkpoints.files import (
@@ -44,7 +45,6 @@ from parallel.checkpoints.files import (
     step_folder,
     step_folders,
     step_of,
-    text_of,
     valid_checkpoints,
 )
 from rollout.run_key import RunKey, run_key
@@ -283,10 +283,21 @@ def _wait_for(
     return content
 
 
+def error_text(file: Path) -> str:
+    """What a process wrote into this file of ``roles/`` as it ended; "" without a file. A file that cannot be read raises
+    nothing, since its reader has another error to report."""
+    try:
+        return text_of(file, errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"
+
+
 def _trace_of(folder: RunFolder, name: str) -> str:
     log, error = folder.logs / f"{name}.log", folder.error(name)
     if error.exists():
-        return f"{name} (ended by {error.read_text()})"
+        return f"{name} (ended by {error_text(error)})"
     return f"{name} (its log: {log})" if log.exists() else f"{name} (no log here: was it started?)"
 
 

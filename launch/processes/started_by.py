@@ -1,5 +1,6 @@
 """The commands that started a run and resumed it, without secrets: ``RUN/commands.jsonl``, a line per start."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,12 +11,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from configs.schema.base import SECRET, looks_secret, without_credentials
-from parallel.checkpoints.files import text_of
+from configs.reading.files import text_of
+from configs.schema.base import looks_secret, without_credentials
 from trainer.file_system import parse_json
 
 HIDDEN = "…"
-_NOT_HIDDEN = re.compile(r"[-+\d._e,\s\[\]]*|true|false|null|~|.*_variables?", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"passw|secret|credential|(^|[_-])((api|access|auth|private)?(keys?|token)|auth|authorization)$"
+)
+"""In a name in small letters. A secret's name ends with `key` or `token`; `token_budget` and `tokenizer` are none."""
+_SECRET_VALUE = re.compile(
+    r"(?P<scheme>\b(?i:bearer|authorization[\"']?\s*[:=]\s*[\"']?basic)\s+)[^\s,'\"{}\[\]]{8,}"
+    r"|(?<![\w-])(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza|eyJ)(?=\S*\d)[\w.=/+-]{16,}"
+)
+"""How the keys of well-known services look, whatever their names are: also JSON web tokens (eyJ)."""
+_NOT_HIDDEN = re.compile(r"[-+\d._e,\s\[\]]*|true|false|null|~|.*_variables?|pass_secrets", re.IGNORECASE)
 _NAMED = re.compile(
     r"""
     (?<! [\w.-] ) (?P<name> [\w.-]+ )
@@ -44,8 +54,8 @@ def record_command(file: Path) -> None:
 
 
 def command_text(argv: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as it can be pasted into a shell, but for what may be a secret: a value whose name says so, a user and a
-    password in an address, and the value of an environment variable whose name says so."""
+    """The command as it can be pasted into a shell, but for what may be a secret: a value whose name or form says so, a user
+    and a password in an address, and the value of an environment variable whose name says so."""
     program = Path(argv[0]).name
     words = ["tandem" if program == "__main__.py" else program, *argv[1:]]
     return shlex.join(_without_secrets(word, environment) for word in words)
@@ -55,6 +65,7 @@ def _without_secrets(word: str, environment: Mapping[str, str]) -> str:
     for name, value in environment.items():
         if looks_secret(name, value):
             word = word.replace(value, HIDDEN)
+    word = _SECRET_VALUE.sub(lambda found: (found["scheme"] or "") + HIDDEN, word)
     key, equals, value = word.partition("=")
     if equals and _is_secret(key, value):
         return f"{key}={HIDDEN}"
@@ -68,8 +79,19 @@ def _hide(named: re.Match[str]) -> str:
 
 def _is_secret(key: str, value: str) -> bool:
     """``key``: dotted. A name of a variable is no secret, nor is a number: `max_new_tokens=512`."""
-    name = key.rpartition(".")[2]
-    return SECRET.search(name) is not None and not any(map(_NOT_HIDDEN.fullmatch, (name, value)))
+    name = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", key.rpartition(".")[2])
+    is_named = _SECRET_NAME.search(name.lower()) is not None
+    return is_named and not any(map(_NOT_HIDDEN.fullmatch, (name, value)))
+
+
+def started_in(file: Path) -> Path:
+    """The folder of the newest recorded command, to which the paths of the run's config are relative. The current folder, if
+    that cannot be read."""
+    with contextlib.suppress(OSError):
+        for command in reversed(read_commands(file)):
+            if isinstance(command.get("folder"), str):
+                return Path(command["folder"])
+    return Path()
 
 
 def read_commands(file: Path) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.processes.run_folder import RunFolder, write_json
+from launch.processes.run_folder import RunFolder, error_text, write_json
 from launch.processes.supervisor import AGENT_LINES, POLL_S, RoleFailed, Supervisor
 
 LOOK_EVERY_S = 0.5
@@ -210,8 +210,7 @@ def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]
     try:
         yield
     except RoleFailed as loss:
-        error = folder.error("learn")
-        text = error.read_text() if error.exists() else ""
+        text = error_text(folder.error("learn"))
         is_loss = text.startswith(LOST_THE_ROLLOUT) and OWN_ERROR not in text
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while is_loss and time.monotonic() < deadline:

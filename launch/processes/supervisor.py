@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import psutil
 
+from launch.processes.run_folder import error_text
 from launch.processes.unheard import go_on_unheard
 from rollout.servers.watched_process import how_it_ended, log_tail, signal_group
 from rollout.terminal_text import visible
@@ -326,8 +327,10 @@ FAILED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+) \(pid: (
 """An entry of torchrun's table of failed ranks. torchrun's line about the first failure is not used: if several ranks had ended
 when it looked, it names the lowest rank, which may only have lost another one."""
 ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
-BY_TORCHRUN = re.compile(r"^[A-Z]\d{4} .*torch/distributed/elastic/", re.MULTILINE)
-"""How a line of torchrun itself begins. The rest of the log is its traceback and its table of failed ranks."""
+BY_TORCHRUN = re.compile(r"[A-Z]\d{4} .*torch/distributed/elastic/")
+"""How a line of torchrun's own log begins. Lines of ranks that are still running may follow it."""
+END_OF_TORCHRUN = re.compile(r"^\S*ChildFailedError:", re.MULTILINE)
+"""The end of torchrun's last traceback. Its table of failed ranks follows, and no rank is running any more."""
 AGENT_LINES = 200
 """Lines of a log in which torchrun's words are looked for."""
 
@@ -336,10 +339,7 @@ def _cause_text(running: _Running) -> str:
     """The ranks that torchrun saw killed (they leave no error), and the error that the role left, or else the end of its
     log."""
     role = running.role
-    try:
-        error = role.error.read_text() if role.error is not None else ""
-    except FileNotFoundError:
-        error = ""
+    error = "" if role.error is None else error_text(role.error)
     said = running.last_lines(AGENT_LINES)
     ended_by_torchrun = set(ENDED_BY_TORCHRUN.findall(said))
     deaths = {
@@ -367,9 +367,10 @@ def _own_last_lines(running: _Running, deaths: Collection[str]) -> str:
     if _are_all_killed(deaths):
         return ""
     said = running.last_lines(AGENT_LINES)
-    begun = BY_TORCHRUN.search(said)
-    own = said if begun is None else said[: begun.start()]
-    return "\n".join(own.rstrip().splitlines()[-LAST_LINES:])
+    if (end := END_OF_TORCHRUN.search(said)) is not None:
+        said = said[: max(said.rfind("Traceback (most recent call last)", 0, end.start()), 0)]
+    own = [line for line in said.rstrip().splitlines() if not BY_TORCHRUN.match(line)]
+    return "\n".join(own[-LAST_LINES:])
 
 
 def _are_all_killed(deaths: Collection[str]) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.loader import ConfigError, load_config, resolved_yaml
+from configs.reading.files import text_of
 from configs.schema import RunConfig
 from launch.processes.heartbeat import living_roles
 from launch.processes.run_folder import RunFolder, write_json
@@ -28,7 +29,7 @@ from launch.processes.supervisor import KILL_TIMEOUT_S, Role, RoleFailed, Superv
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import print_over
-from parallel.checkpoints.files import step_of, text_of
+from parallel.checkpoints.files import step_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import write_whole
 from trainer.tracking.console import duration

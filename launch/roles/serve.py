@@ -1,7 +1,6 @@
 """The serve role: the SGLang servers of one node, from their start to their end."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from launch.processes.addresses import own_address
 from launch.processes.placement import serve_roles, servers_on
 from launch.processes.run_folder import RunFolder
 from rollout.servers.share import ServerShare
+from trainer.file_system import read_required
 
 if TYPE_CHECKING:
     from rollout.servers.fleet import ServerFleet
@@ -125,7 +125,7 @@ def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerSha
     """The servers of a node. Their GPUs follow the learner's on the same machine, unless a request (of several
     fleets on one machine) sets the first one."""
     shares, file = servers_on(config, node), folder.request
-    request = json.loads(file.read_text()) if file.exists() else {}
+    request = read_required(file) if file.exists() else {}
     offset = request.get("first_gpu", shares[0].first_gpu) - shares[0].first_gpu
     return [replace(share, first_gpu=share.first_gpu + offset) for share in shares]
 

@@ -4,11 +4,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from launch.processes.run_folder import RunFolder, write_json
-from trainer.metric_names import TIME_PARTS, known
-from trainer.tracking.held_out import is_sound
+from trainer.metric_names import TIME_PARTS
+from trainer.tracking.held_out import ACCURACY, best_evaluation
 from trainer.tracking.metrics_file import read_metrics
-
-ACCURACY = known("eval/accuracy")
 
 
 def write_summary(
@@ -21,8 +19,7 @@ def write_summary(
     steps = read_metrics(folder.metrics)
     measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
     last = max(measured, default=0)
-    sound = {s["step"] for s in steps if s["step"] > 0 and is_sound(s, max_failed)} & measured.keys()
-    best = max(sorted(sound), key=measured.__getitem__, default=None)
+    best_step, best = best_evaluation((s for s in steps if s["step"] > 0), max_failed) or (None, None)
     spent: dict[str, float] = defaultdict(float)
     for step in steps:
         for part in TIME_PARTS:
@@ -31,8 +28,8 @@ def write_summary(
         "accuracy_before": measured.get(0),
         "accuracy_after": measured[last] if last > 0 else None,
         "accuracy_after_step": last if last > 0 else None,
-        "accuracy_best": measured[best] if best is not None else None,
-        "accuracy_best_step": best,
+        "accuracy_best": best,
+        "accuracy_best_step": best_step,
         "steps": max((s["step"] for s in steps), default=0),
         "seconds": {part: round(value, 2) for part, value in (spent | dict(seconds)).items()},
     }

@@ -5,7 +5,6 @@ Roles find each other through ``RUN/roles/*.json``. Each can be started by itsel
 folder.
 """
 
-import json
 import os
 import resource
 import signal
@@ -35,6 +34,7 @@ from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders, step_of
 from rollout.servers.watched_process import guard_session
 from tracing import Recorder, install
+from trainer.file_system import read_required
 
 if TYPE_CHECKING:
     from parallel.engine import MegatronEngine
@@ -70,7 +70,7 @@ def export(folder: RunFolder, config: RunConfig) -> None:
     from trainer.learner import Learner
 
     learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
-    step = json.loads(folder.export_request.read_text())["step"]
+    step = read_required(folder.export_request)["step"]
     if step is None:
         write_json(folder.export_request, {"step": load_newest(folder, learner.engine)})
     else:

@@ -13,6 +13,7 @@ from typing import Any
 from configs.schema import RunConfig
 from launch.processes.run_folder import RunFolder, write_json
 from launch.selftest.check import CheckFailed
+from trainer.file_system import read_required
 
 PARTS = dict.fromkeys(("model", "collectives", "logprobs", "update", "memory"), "alone") | dict.fromkeys(
     ("engines", "transfer", "flipped_bit", "mismatch"), "served"
@@ -24,7 +25,7 @@ FOUND, FAILED = "found.json", "failed.json"
 def run_part(folder: RunFolder, config: RunConfig) -> None:
     import torch.distributed as dist
 
-    request = json.loads(folder.request.read_text())
+    request = read_required(folder.request)
     name = request["part"]
     part = getattr(importlib.import_module(f"launch.selftest.{PARTS[name]}"), name)
     try:

@@ -10,7 +10,6 @@ Each part is a run folder of its own, with the config of its layout and the requ
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from launch.roles.start import finish_study, new_study, progress_printer, role
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
 from parallel.planning.architecture import architecture_of, read_hf_config
+from trainer.file_system import read_required
 
 
 def run(plan: Plan) -> Path:
@@ -131,7 +131,7 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     from rollout.sampling.role import load_checked_task
     from rollout.tokenization import end_token_ids
 
-    request = json.loads(folder.request.read_text())
+    request = read_required(folder.request)
     tokenizer, task = load_checked_task(config, architecture_of(config.model.path))
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
@@ -206,7 +206,7 @@ def score(folder: RunFolder, config: RunConfig) -> None:
     from trainer.studies.layout_scoring import Scorer, score_under_switches
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
-    request = json.loads(folder.request.read_text())
+    request = read_required(folder.request)
     first = dist.get_rank() == 0
     scorer = Scorer(config, _print_indented)
     scores = {name: scorer.score(name, read_samples(Path(path))) for name, path in request["sets"].items()}

@@ -1,16 +1,16 @@
 """The result of a study of mismatch: turns the files of its parts into mismatch.json, figures, mismatch.md and
 the printed table."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
-from launch.processes.run_folder import write_json
+from launch.processes.run_folder import error_text, write_json
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.tables import print_table
+from trainer.file_system import read_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +118,7 @@ def _causes(
         title = f"{row['about'].upper()}: {row['second']} instead of {row['first']}"
         rows.append({"cause": title, "side": "learner", **row})
     if switches.exists():
-        reasons = json.loads((folder.path / "left_out.json").read_text())
+        reasons = read_file(folder.path / "left_out.json", {}, left_out) or {}
         left_out += [f"cause {name}: {reason}" for name, reason in reasons.items()]
     if base.config.rollout.temperature == 1.0:
         server_rows, failed = _server_causes(plan, out, base, sampled, baseline)
@@ -140,7 +140,7 @@ def _server_causes(
     lengths, servers = sampled.response_lengths_R, plan.of("rollout", "dtype")
     files = {part.text: part.folder(out).path / "prefill.safetensors" for part in servers}
     left_out = [
-        f"prefill by rollout {part.text}: {(part.folder(out).path / 'prefill_failed.txt').read_text()}"
+        f"prefill by rollout {part.text}: {error_text(part.folder(out).path / 'prefill_failed.txt')}"
         for part in servers
         if not files[part.text].exists()
     ]

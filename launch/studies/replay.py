@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from configs.loader import parse_config
 from configs.presets import PRESETS
+from configs.reading.files import text_of
 from configs.reading.torn_overrides import OVERRIDE
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.processes.run_folder import RunFolder, write_json
-from parallel.checkpoints.files import text_of, valid_checkpoints
+from parallel.checkpoints.files import valid_checkpoints
 from trainer.batch.files import batch_file, recorded_steps
+from trainer.file_system import read_required
 from trainer.metric_names import known
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
 def answer_request(folder: RunFolder, config: RunConfig) -> None:
     """The replay-rank role: replays the recorded step of the request file with gradients of the parameters, in one process
     whatever the run's layout."""
-    request = json.loads(request_file(folder).read_text())
+    request = read_required(request_file(folder))
     corrections = corrections_named(folder, request["corrections"])
     write_results(folder, config, request["step"], corrections, with_gradients=True)
 

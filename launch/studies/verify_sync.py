@@ -14,7 +14,6 @@ the servers of (3) start from the export rounded by this process. Every part is 
 its config, logs and exports.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +35,7 @@ from launch.studies.mismatch_plan import layout_folder, learner_layout
 from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 from rollout.servers.served import check_gpus
+from trainer.file_system import read_required
 
 if TYPE_CHECKING:
     from rollout.servers.control import Continuation, SGLangControl
@@ -367,7 +367,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
-    for servers in json.loads(folder.request.read_text())["servers"]:
+    for servers in read_required(folder.request)["servers"]:
         rollout = config.rollout.model_copy(update={"tp": servers["tp"]})
         key = run_key(Path(servers["key_file"]))
         control_of = partial(SGLangControl.of, rollout, config.launch, key=key)

@@ -34,6 +34,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
+from configs.reading.files import text_of
 from parallel.checkpoints import base_model, pickles
 from parallel.checkpoints.files import (
     DamagedManifest,
@@ -43,7 +44,6 @@ from parallel.checkpoints.files import (
     read_again,
     read_manifest,
     share,
-    text_of,
     write_manifest,
 )
 from parallel.checkpoints.hashes import hashed_while_written

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,8 @@ from typing import TypeVar
 
 import xxhash
 
+from configs.reading.files import text_of
+
 T = TypeVar("T")
 
 FORMAT = 2
@@ -34,8 +35,6 @@ BEST = "best.json"
 """In the folder of the checkpoints: the step of the best one, if ``checkpoint.keep_best`` keeps it."""
 HASH_THREADS = 4
 """Threads of one process. xxhash releases the interpreter; one thread reads and hashes 5 to 10 GB/s."""
-MOST_BYTES = 1 << 26
-"""Of a file that ``text_of`` reads: far above the manifest of any checkpoint."""
 READ_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
 """Pauses before further reads of a file. On NFS one that another host replaces may fail once (ESTALE), and a server that
 is away for a moment fails all (EIO)."""
@@ -183,23 +182,6 @@ def read_manifest(folder: Path) -> Manifest:
     if not has_digest:
         raise DamagedManifest(f"{MANIFEST} is damaged: it has no SHA-256 of itself")
     return manifest
-
-
-def openable(path: Path) -> Path:
-    """The path. Raises OSError for a pipe or a device: opening it may wait forever."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder fails by itself
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path
-
-
-def text_of(path: Path, *, errors: str = "strict") -> str:
-    """The text of a small file. Raises OSError, see ``openable``, and for a file that would fill the memory.
-
-    errors: of the encoding, as in ``open``."""
-    if openable(path).stat().st_size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"a file of more than {MOST_BYTES >> 20} MiB", str(path))
-    return path.read_text(encoding="utf-8", errors=errors)
 
 
 def stored_bytes(root: Path) -> int:

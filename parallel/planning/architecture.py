@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.reading.files import text_of
 from configs.reading.named_files import fix_model_path
-from parallel.checkpoints.files import text_of
 from parallel.planning.config_fields import (
     read_field,
     read_flag,

@@ -92,13 +92,30 @@ class Buffers:
             kept[:] = [flat for flat in kept if flat.device.type == "cpu"]
 
 
+@dataclass(slots=True)
+class PlannedBucket:
+    is_alone: bool
+    """Whether it is one unit by itself. Of the others one is filled at a time."""
+    tensors: list[tuple[str, Sequence[int]]] = field(default_factory=list)
+    """(name, shape) in the order of the export."""
+    last_unit: int = 0
+    """The unit of the export that completes it."""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.tensors]
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        return [list(shape) for _, shape in self.tensors]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     """Which tensors are sent in which buckets. It is known before the first tensor is gathered."""
 
-    names: list[str]
-    """In the order of sending; the tensors of a bucket in the order of the export."""
-    shapes: list[list[int]]
+    buckets: list[PlannedBucket]
+    """In the order of sending."""
     dtype: torch.dtype
     """As which they are sent, but for tensors that are float32 everywhere."""
     precision: Precision | None
@@ -106,10 +123,15 @@ class TransferPlan:
     packs: bool
     """Whether matrices rounded to a grid are sent as their scales and a byte for each number
     (``numerics/grids.py``)."""
-    counts: list[int]
-    """Tensors in each bucket."""
-    are_alone: list[bool]
-    """Per bucket: whether it is one unit by itself. Of the others one is filled at a time."""
+
+    @property
+    def names(self) -> list[str]:
+        """In the order of sending."""
+        return [name for bucket in self.buckets for name in bucket.names]
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        return [shape for bucket in self.buckets for shape in bucket.shapes]
 
     @property
     def packed_to(self) -> Precision | None:
@@ -162,34 +184,25 @@ def plan_transfer(
     part = 1 if packed_to is None else PACKED_PART
     max_bytes = max_bytes or BUCKET_BYTES[device] // part
     alone_bytes = alone_bytes or ALONE_BYTES[device] // part
-    planned: list[_Planned] = []
-    filling: _Planned | None = None
+    planned: list[PlannedBucket] = []
+    filling: PlannedBucket | None = None
     free = 0
     for place, unit in enumerate(chain.from_iterable(_apart(unit, packed_to) for unit in units)):
         sent_as = _dtype_of(unit[0][0], dtype)
         size = sum(_bytes_of(name, shape, dtype, packed_to) for name, shape in unit)
         if size >= min(alone_bytes, max_bytes) or sent_as != dtype:
-            bucket = _Planned(is_alone=True)
+            bucket = PlannedBucket(is_alone=True)
             planned.append(bucket)
         else:
             if filling is None or size > free:
-                filling, free = _Planned(is_alone=False), max_bytes
+                filling, free = PlannedBucket(is_alone=False), max_bytes
                 planned.append(filling)
             free -= size
             bucket = filling
         bucket.tensors.extend(unit)
         bucket.last_unit = place
     planned.sort(key=lambda bucket: bucket.last_unit)
-    tensors = [tensor for bucket in planned for tensor in bucket.tensors]
-    return TransferPlan(
-        names=[name for name, _ in tensors],
-        shapes=[list(shape) for _, shape in tensors],
-        dtype=dtype,
-        precision=precision,
-        packs=packs,
-        counts=[len(bucket.tensors) for bucket in planned],
-        are_alone=[bucket.is_alone for bucket in planned],
-    )
+    return TransferPlan(buckets=planned, dtype=dtype, precision=precision, packs=packs)
 
 
 def _apart(
@@ -199,13 +212,6 @@ def _apart(
     if any(is_packed(name, packed_to) for name, _ in unit):
         return [[tensor] for tensor in unit]
     return [unit]
-
-
-@dataclass(slots=True)
-class _Planned:
-    is_alone: bool
-    tensors: list[tuple[str, Sequence[int]]] = field(default_factory=list)
-    last_unit: int = 0
 
 
 def make_buckets(
@@ -219,12 +225,10 @@ def make_buckets(
 
     Raises ValueError if a tensor was not planned, or is missing.
     """
-    start = 0
     filling_of: dict[str, _Filling] = {}
-    for count, is_alone in zip(plan.counts, plan.are_alone, strict=True):
-        filling = _Filling(plan, slice(start, start + count), partial(buffers.take, is_alone=is_alone))
+    for bucket in plan.buckets:
+        filling = _Filling(plan, bucket, partial(buffers.take, is_alone=bucket.is_alone))
         filling_of |= dict.fromkeys(filling.names, filling)
-        start += count
     for name, tensor in tensors:
         filling = filling_of.pop(name, None)
         if filling is None or not filling.fits(name, tensor):
@@ -239,13 +243,14 @@ def make_buckets(
 class _Filling:
     """A bucket in the making. Its tensors come in the order of its names."""
 
-    def __init__(self, plan: TransferPlan, part: slice, take: Callable[[int, torch.device], Tensor]):
+    def __init__(
+        self, plan: TransferPlan, bucket: PlannedBucket, take: Callable[[int, torch.device], Tensor]
+    ):
         """take: gives memory, see ``Buffers.take``."""
         self._take = take
-        self.names, self._shapes = plan.names[part], plan.shapes[part]
+        self.names, self._shapes = bucket.names, bucket.shapes
         self._plan, self._dtype = plan, plan.dtype_of(self.names[0])
-        both = zip(self.names, self._shapes, strict=True)
-        self._sizes = [_bytes_of(name, shape, plan.dtype, plan.packed_to) for name, shape in both]
+        self._sizes = [_bytes_of(name, shape, plan.dtype, plan.packed_to) for name, shape in bucket.tensors]
         self._size = sum(self._sizes)
         self._number = self._filled = 0
         self._first: Tensor | None = None

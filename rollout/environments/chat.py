@@ -21,6 +21,8 @@ class Renderer(Protocol):
     """See ``rendering.ChatRenderer``. Messages that are far too long raise EpisodeEnded."""
 
     end_token_ids: tuple[int, ...]
+    writes_names: bool
+    """Whether the ``name`` of an assistant's message becomes tokens."""
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
@@ -31,6 +33,7 @@ class PlainRenderer:
     """The texts of the messages one after another, for a model without a chat template."""
 
     end_token_ids: tuple[int, ...] = ()
+    writes_names = False
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode

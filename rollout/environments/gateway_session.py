@@ -187,6 +187,10 @@ class GatewaySession:
             raise Refused(
                 400, "unsupported", "tools need environment.tool_call_parser in the run's config", "tools"
             )
+        if not self._writes_names_in(messages, tools):
+            for message in messages:
+                if message["role"] == "assistant":
+                    message.pop("name", None)
         request = _Request(
             keys=[comparable(message) for message in messages],
             messages=messages,
@@ -195,6 +199,16 @@ class GatewaySession:
             options=(max_tokens_of(body, "max_completion_tokens", "max_tokens"),),
         )
         return await self._answered(self._task_of(request, may_repeat))
+
+    def _writes_names_in(self, messages: Sequence[JSON], tools: Sequence[JSON]) -> bool:
+        """Whether the names that the agent gives to our answers become tokens. Other names must not fork the episode.
+        Raises Refused."""
+        if not any(message["role"] == "assistant" and "name" in message for message in messages):
+            return False
+        try:
+            return self._conversation.renderer_of(tools).writes_names
+        except (ValueError, TypeError) as error:
+            raise _no_tokens(error) from error
 
     async def generate(self, body: JSON, vocab_size: int, *, may_repeat: bool = True) -> Answer:
         """Raises Refused."""

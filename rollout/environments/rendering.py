@@ -119,6 +119,8 @@ class ChatRenderer:
 
     end_token_ids: tuple[int, ...]
     """Each of them ends the assistant's turn. Sampling should stop at each."""
+    writes_names: bool
+    """Whether the template writes the ``name`` of an assistant's message."""
     notes: tuple[str, ...]
     """Oddities of the template that do not keep it from being used."""
 
@@ -155,6 +157,8 @@ class ChatRenderer:
         self.end_token_ids += tuple(self._end_of_tool_calls())
         self._check_history()
         self._check_boundary()
+        answers = ({"role": "assistant", "content": ANSWER}, _turn_with_calls(REPLIES["tool"], ANSWER))
+        self.writes_names = any(map(self._writes_name_of, answers))
         self.notes = tuple(self._find_notes())
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
@@ -373,6 +377,12 @@ class ChatRenderer:
 
     def _reply_probes(self) -> list[tuple[str, Sequence[Message]]]:
         return [*self.replies.items(), *([("tool", TWO_TOOLS)] if "tool" in self.replies else [])]
+
+    def _writes_name_of(self, answer: Message) -> bool:
+        try:
+            return REPLY in self.render([QUESTION, {**answer, "name": REPLY}], header=False)
+        except ValueError:  # it takes no tool_calls
+            return False
 
     def _find_notes(self) -> Iterator[str]:
         dropped = self._suffix(REPLIES["user"], _History()).dropped

@@ -42,7 +42,7 @@ def import_reward_function(path: str) -> RewardFunction:
         further = {name: FURTHER[name] for name in further_parameters(function, FURTHER)}
         inspect.signature(function).bind("prompt", "response", "reference", **further)
     except TypeError as error:
-        must = f"must take (prompt, response, reference), and besides at most {', '.join(FURTHER)}"
+        must = f"must take (prompt, response, reference), and may take {', '.join(FURTHER)}"
         raise ValueError(f"reward function {path!r} {must}: {error}") from error
     except ValueError:  # some C functions have no signature; the first call checks them
         pass

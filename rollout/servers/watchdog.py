@@ -16,8 +16,9 @@ SIGTERM (in a Slurm job it comes to every process at once). The server must then
 handler, so the signal is blocked in it.
 
 No process of the group has time to remove its files, so the watchdog removes the group's folder (``OWN_FOLDER``) and
-its files in /dev/shm. If the watchdog is killed with the group, the owner removes them. Standard library only: the
-watchdog starts before anything heavy, under ``-I``, whatever the working directory and PYTHONPATH are.
+its files in /dev/shm. It also lists these files in that folder. If the watchdog is killed with the group, the owner
+removes them by the list, and if the owner is killed too, a later run (``guarded_process.remove_abandoned``). Standard
+library only: the watchdog starts before anything heavy, under ``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import ctypes
@@ -37,6 +38,8 @@ PR_SET_PDEATHSIG = 1
 OWNER_GONE_EXIT_CODE = 75
 OWN_FOLDER = "TANDEM_SERVER_FOLDER"
 """The variable that names the server's TMPDIR."""
+LIST = "shared-memory"
+"""The file in that folder with the paths of the group's files in /dev/shm."""
 LOOK_S = 0.5
 """Time between two looks for new files in /dev/shm."""
 SHARED_MEMORY = re.compile(r"(?<= )/dev/shm/(?:sgl_shm_|sglang_loads_|psm_|torch_(?P<maker>\d+)_)[\w.-]+$")
@@ -93,9 +96,18 @@ def _wait_for_server_or_owner(server: subprocess.Popen, files: set[str]) -> int 
         if not ready:
             before, looked_at = looked_at, time.time()
             if shared_memory_changed_at() > before - LOOK_S:  # a file is mapped a moment after it is made
-                files |= shared_memory_of(_rest_of_group())
+                found = shared_memory_of(_rest_of_group()) - files
+                files |= found
+                _list(found)
         elif not os.read(sys.stdin.fileno(), 4096):
             return None
+
+
+def _list(files: set[str]) -> None:
+    folder = os.environ.get(OWN_FOLDER)
+    if files and folder is not None:
+        with suppress(OSError), open(os.path.join(folder, LIST), "a") as file:
+            file.write("".join(f"{name}\n" for name in files))
 
 
 def _rest_of_group() -> set[int]:
@@ -130,14 +142,22 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
 
 
 def remove_left(folder: str | None, files: Iterable[str]) -> None:
-    """Remove what a server left behind: its TMPDIR, and those ``files`` in /dev/shm that are this user's."""
-    for file in files:
+    """Remove what a server left behind: its TMPDIR, and those ``files`` in /dev/shm, and those that the TMPDIR lists, that
+    are this user's."""
+    for file in {*files, *listed(folder)}:
         with suppress(OSError):
             found = os.lstat(file)
             if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
                 os.unlink(file)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def listed(folder: str | None) -> list[str]:
+    """The files in /dev/shm that a server's TMPDIR lists."""
+    with suppress(OSError), open(os.path.join(folder or os.devnull, LIST), errors="replace") as file:
+        return [name[0] for line in file if (name := SHARED_MEMORY.search(f" {line.rstrip()}")) is not None]
+    return []
 
 
 if __name__ == "__main__":

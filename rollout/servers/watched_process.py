@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout.guarded_process import SHORT, own_name
+from rollout.guarded_process import OF_SERVERS, SHORT, own_name
 from rollout.run_key import RunKey
 from rollout.servers.watchdog import OWN_FOLDER, remove_left, shared_memory_of
 
@@ -58,7 +58,7 @@ def start_watched(
 
 
 def _make_folder() -> str:
-    name, usual = own_name("tandem-server-"), tempfile.gettempdir()
+    name, usual = own_name(OF_SERVERS), tempfile.gettempdir()
     folder = os.path.join(usual, name)
     if len(os.fsencode(folder)) > LONGEST_FOLDER and os.access(SHORT, os.W_OK | os.X_OK):
         folder = os.path.join(SHORT, name)

@@ -61,7 +61,7 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
     encode = partial(encode_prompt, tokenizer, system_prompt=None, apply_chat_template=False)
 
     def prompts(problems: list[tuple[Numbers, int]]) -> LazyPrompts:
-        return LazyPrompts(problems, task="countdown", to_problem=_to_problem, encode=encode)
+        return LazyPrompts(problems, to_problem=_to_problem, encode=encode)
 
     return Task(name="countdown", train=prompts(train), heldout=prompts(heldout))
 

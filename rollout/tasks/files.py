@@ -86,9 +86,7 @@ def load_file_task(
     def prompts(path: Path | None, source_field: str | None = None) -> LazyPrompts:
         problems = [] if path is None else _build_problems(path, config.type, form, keep_rows, source_field)
         where = None if path is None else partial(place, path)
-        return LazyPrompts(
-            problems, task=config.type, to_problem=lambda problem: problem, encode=encode, where=where
-        )
+        return LazyPrompts(problems, to_problem=lambda problem: problem, encode=encode, where=where)
 
     task = Task(
         name=config.type,

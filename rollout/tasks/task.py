@@ -47,13 +47,12 @@ class LazyPrompts(Sequence[Prompt]):
         self,
         items: Sequence,
         *,
-        task: str,
         to_problem: Callable[..., Problem],
         encode: Callable[[DataPrompt], list[int]],
         where: Callable[[int], str] | None = None,
     ):
         self._items, self._where = items, where
-        self._task, self._to_problem, self._encode = task, to_problem, encode
+        self._to_problem, self._encode = to_problem, encode
 
     def __len__(self) -> int:
         return len(self._items)
@@ -77,7 +76,6 @@ class LazyPrompts(Sequence[Prompt]):
             token_ids=token_ids,
             text=problem.text,
             messages=problem.messages,
-            task=self._task,
             reference=problem.reference,
             row=problem.row,
             place=place,
@@ -113,9 +111,7 @@ class LazyPrompts(Sequence[Prompt]):
         return (self._to_problem(item).prompt_id for item in self._items)
 
     def _of(self, items: Sequence) -> "LazyPrompts":
-        return LazyPrompts(
-            items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
-        )
+        return LazyPrompts(items, to_problem=self._to_problem, encode=self._encode, where=self._where)
 
 
 def most_tokens(prompt: DataPrompt | Message) -> int:

@@ -125,7 +125,7 @@ def test_reward_model():
 
 
 async def ask(config, response, reference):
-    prompt = Prompt(prompt_id="p", token_ids=[1], text="2 3 4=20", task="countdown", reference=reference)
+    prompt = Prompt(prompt_id="p", token_ids=[1], text="2 3 4=20", reference=reference)
     async with Scorer(config, max_new_tokens=14, num_workers=1) as scorer:
         return await scorer.score(prompt, response, num_tokens=len(response), finish_reason=FinishReason.STOP)
 
@@ -197,7 +197,6 @@ def play(folder: str, problem: str, texts: list[str], workspace, *settings: str)
         prompt_id="p",
         token_ids=tokenizer.encode(problem),
         text=problem,
-        task="countdown",
         reference=problem.removesuffix(":"),
     )
 
@@ -231,9 +230,7 @@ def test_the_calculator_answers_calls_and_the_reward_scores_the_rest(workspace, 
     ]
     assert (sample.reward, sample.parts, sample.correct) == (1.0, {"valid": 1.0, "calls": 3}, True)
     sampled = "8*5-3=" + "3*+=" + "3*5+8=" + "3*5+8."  # the end token is one of them
-    (trajectory,) = sample.trajectories(
-        0, 0, Prompt(prompt_id="p", token_ids=[], text="", task="", reference="")
-    )
+    (trajectory,) = sample.trajectories(0, 0, Prompt(prompt_id="p", token_ids=[], text="", reference=""))
     assert int(trajectory.response_mask.sum()) == len(sampled)
     _, endless = play("calculator", problem, ["1="] * 9, workspace)
     assert (endless.reward, endless.status) == (0.0, Status.TURN_LIMIT)

@@ -569,6 +569,15 @@ def test_the_result_names_no_report_that_could_not_be_written(tmp_path, capsys):
     assert f"report:      {tmp_path / 'report.html'} (open" in capsys.readouterr().out
 
 
+def test_the_result_of_a_run_whose_summary_is_damaged_still_names_its_model(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.summary.write_text('{"accuracy_after": 0.')
+    config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    training.print_result(folder, config)
+    out = capsys.readouterr().out
+    assert f"{folder.summary} cannot be read (" in out and f"model:       {folder.hf} " in out
+
+
 def test_the_result_of_a_job_names_the_command_that_submits_its_further_steps(tmp_path, capsys):
     folder = RunFolder(tmp_path)
     folder.summary.write_text('{"accuracy_after": null, "steps": 3}')

@@ -498,7 +498,7 @@ RIGHT, HALF = "```python\ndef f(x): return x + 1\n```", "```python\ndef f(x): re
 
 
 def prompt_of(**row: object) -> Prompt:
-    return Prompt(prompt_id="i", token_ids=[1], text="p", task="jsonl", reference="r", row=row)
+    return Prompt(prompt_id="i", token_ids=[1], text="p", reference="r", row=row)
 
 
 def scores_of(config: AnyReward, *responses: str, prompt: Prompt | None = None) -> list[Score]:

@@ -23,7 +23,7 @@ from rollout.rewards.served import RewardModelError
 
 KEY = "sk-very-secret"
 TEMPLATE = "Q {prompt} A <answer>{response}</answer> R {reference} {{}}"
-PROMPT = Prompt(prompt_id="p", token_ids=[1], text="2+3=", task="toy", reference="5")
+PROMPT = Prompt(prompt_id="p", token_ids=[1], text="2+3=", reference="5")
 DEADLINE_S = 60.0
 
 
@@ -210,9 +210,7 @@ def test_a_part_of_a_sum():
         async with asyncio.timeout(DEADLINE_S), Server() as server:
             parts = {"style": config_of(server.url, weight=0.5), "right": CountdownReward()}
             async with Scorer(WeightedReward(parts=parts), max_new_tokens=9) as scorer:
-                prompt = Prompt(
-                    prompt_id="i", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3"
-                )
+                prompt = Prompt(prompt_id="i", token_ids=[1], text="1 2=3:", reference="1 2=3")
                 return await scorer.score(prompt, "1+2", num_tokens=1, finish_reason=FinishReason.STOP)
 
     parts = {"style": 0.8, "style/judge_score": 8.0, "right": 1.0, "right/valid": 1.0}

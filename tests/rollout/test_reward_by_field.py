@@ -29,7 +29,7 @@ REFERENCE = {"7": "6 2=8"}
 def prompt(source: object) -> Prompt:
     row = {"extra": {"source": source}}
     reference = REFERENCE.get(str(source), "12")
-    return Prompt(prompt_id="p", token_ids=[1], text="?", task="jsonl", reference=reference, row=row)
+    return Prompt(prompt_id="p", token_ids=[1], text="?", reference=reference, row=row)
 
 
 def scored(*samples: tuple[object, str, int]) -> list[Score]:
@@ -77,7 +77,7 @@ def test_a_record_without_a_source_is_named():
     ]:
         with pytest.raises(ValueError, match=told):
             scored((source, "", 1))
-    nowhere = Prompt(prompt_id="p", token_ids=[1], text="?", task="jsonl", reference="1", row={})
+    nowhere = Prompt(prompt_id="p", token_ids=[1], text="?", reference="1", row={})
     with pytest.raises(ValueError, match=r"no field `extra\.source`"):
         asyncio.run(
             ScorerByField(CONFIG, max_new_tokens=8).score(

@@ -46,7 +46,7 @@ from tests.support.server_specs import server_spec
 
 
 def prompt(text: str = "2+3=", reference: str = "5") -> Prompt:
-    return Prompt(prompt_id=f"id of {text}", token_ids=[1], text=text, task="toy", reference=reference)
+    return Prompt(prompt_id=f"id of {text}", token_ids=[1], text=text, reference=reference)
 
 
 def length_of(text: str) -> float:
@@ -615,7 +615,7 @@ def test_a_model_beside_a_rule_by_hand():
             config = WeightedReward(
                 parts={"helpful": config_of(server, weight=0.5), "right": CountdownReward(weight=2.0)}
             )
-            problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+            problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", reference="1 2=3")
             async with Scorer(config, max_new_tokens=9) as scorer:
                 return [
                     await scorer.score(problem, r, num_tokens=3, finish_reason=FinishReason.STOP)
@@ -803,7 +803,7 @@ def test_sglang_beside_a_rule(sglang):
         config = WeightedReward(
             parts={"helpful": sglang.config(weight=0.5), "right": CountdownReward(weight=2.0)}
         )
-        problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+        problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", reference="1 2=3")
         async with Scorer(config, max_new_tokens=9) as scorer:
             return await scorer.score(problem, "1+2", num_tokens=3, finish_reason=FinishReason.STOP)
 

@@ -457,7 +457,7 @@ async_object = Async()
 number = 3
 GARBAGE = {"garbage that goes on": b"\\0\\1\\0\\0[", "garbage that is text": b"hello", "garbage in form": b"\\0\\0\\0\\2[["}
 '''
-PROMPT = Prompt(prompt_id="jsonl:7", token_ids=[1], text="p", task="jsonl", reference="r")
+PROMPT = Prompt(prompt_id="jsonl:7", token_ids=[1], text="p", reference="r")
 
 
 @pytest.fixture
@@ -664,7 +664,7 @@ def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
         "import asyncio, os, signal, sys; sys.path.insert(0, {root!r})\n"
         "from configs.schema.reward import FunctionReward; from rollout.records import FinishReason, Prompt\n"
         "from rollout.rewards.scorer import Scorer\n"
-        "p = Prompt(prompt_id='i', token_ids=[1], text='p', task='t', reference='r')\n"
+        "p = Prompt(prompt_id='i', token_ids=[1], text='p', reference='r')\n"
         "async def main():\n"
         "    async with Scorer(FunctionReward(function={function!r}), max_new_tokens=9, num_workers=1) as scorer:\n"
         "        print(int((await scorer.score(p, 'pid', num_tokens=1, finish_reason=FinishReason.STOP)).value), flush=True)\n"
@@ -676,7 +676,7 @@ def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
 
 
 def test_math_verify_in_its_process():
-    prompt = Prompt(prompt_id="i", token_ids=[1], text="p", task="jsonl", reference=r"\frac{1}{2}")
+    prompt = Prompt(prompt_id="i", token_ids=[1], text="p", reference=r"\frac{1}{2}")
     first, hard, last = scores_of(
         MathVerifyReward(timeout_s=3), "$0.5$", "$9^{9^{9^{9}}}$", r"\boxed{2/4}", prompt=prompt
     )
@@ -687,8 +687,8 @@ def test_math_verify_in_its_process():
 
 def test_inline_rewards_start_no_process_and_report_a_bad_reference():
     async def collect():
-        good = Prompt(prompt_id="a", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
-        bad = Prompt(prompt_id="b", token_ids=[1], text="?", task="jsonl", reference="?")
+        good = Prompt(prompt_id="a", token_ids=[1], text="1 2=3:", reference="1 2=3")
+        bad = Prompt(prompt_id="b", token_ids=[1], text="?", reference="?")
         async with make_scorer(CountdownReward()) as scorer:
             scores = await score(scorer, good, "1+2"), await score(scorer, bad, "1+2")
             assert children() == before
@@ -754,6 +754,7 @@ def test_check_reward_finds_what_is_wrong(user_module):
     check_reward(function_config(user_module))
     check_reward(MathVerifyReward())
     stem = user_module.stem
+    user_module.with_name(f"{stem}.v2.py").write_text("")
     for path, message in {
         "no_such_module_here:f": "there is no module 'no_such_module_here'",
         "no_such.sub:f": "there is no module 'no_such.sub'",
@@ -764,10 +765,15 @@ def test_check_reward_finds_what_is_wrong(user_module):
         f"inner/{stem}:score": f"; write 'inner.{stem}'$",
         "v1.2/mine.py:score": f"; write 'mine', and set PYTHONPATH={user_module.parent}/v1.2$",
         "/else/where/mine.py:score": "; write 'mine', and set PYTHONPATH=/else/where$",
+        "/else/where/my.own.py:score": "; rename the file to my_own.py, and write 'my_own', and set PYTHONPATH=/else/where$",
+        **dict.fromkeys(
+            (f"{stem}.v2:score", f"{stem}.v2.py:score", f"./{stem}.v2:score"),
+            f"; rename the file to {stem}_v2.py, and write '{stem}_v2'$",
+        ),
         f"{stem}:of_verl": "has verl's parameters.*`def score.*row.: return of_verl.row..data_source.., response, reference",
         f"{stem}:of_verl_by_name": "has verl's parameters.*: return of_verl_by_name.solution_str=response, ground_truth=reference.`",
         f"{stem}:of_trl": "has TRL's parameters.*: return of_trl.prompts=.prompt., completions=.response...0.`",
-        f"{stem}:two": "must take \\(prompt, response, reference\\), and besides at most row, num_tokens, finish_reason",
+        f"{stem}:two": "must take \\(prompt, response, reference\\), and may take row, num_tokens, finish_reason",
     }.items():
         with pytest.raises(ValueError, match=message):
             import_reward_function(path)
@@ -1061,7 +1067,7 @@ def test_overlong_is_equation_13_in_its_three_cases(num_tokens, max_tokens, data
 # --- several rewards at once
 # -------------------------------------------------------------------------------------------------------
 
-THREE = Prompt(prompt_id="countdown:1 2=3", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+THREE = Prompt(prompt_id="countdown:1 2=3", token_ids=[1], text="1 2=3:", reference="1 2=3")
 
 
 def score_once(config: AnyReward, response: str, *, prompt: Prompt = THREE, **length) -> Score:

@@ -130,7 +130,7 @@ def test_reachable_values_by_brute_force(size):
 
 def test_prompts(three, tokenizer):
     prompt = next(p for p in three.train if p.reference == "1 2 3=6")
-    assert (prompt.text, prompt.task, prompt.prompt_id) == ("1 2 3=6:", "countdown", "countdown:1 2 3=6")
+    assert (prompt.text, prompt.prompt_id) == ("1 2 3=6:", "countdown:1 2 3=6")
     assert tokenizer.decode(prompt.token_ids) == prompt.text
     assert [p.text for p in three.train[5:8]] == [three.train[i].text for i in (5, 6, 7)]
 
@@ -268,10 +268,10 @@ def test_gsm8k(tmp_path, tokenizer):
         {"question": "3", "answer": "#### $-1,234,567.50 or so"},
     )
     task = load_task(gsm8k(path), tokenizer=tokenizer)
-    assert [(p.text, p.reference, p.task) for p in task.train] == [
-        ("1+1", "1002", "gsm8k"),
-        ("2", "-3", "gsm8k"),
-        ("3", "$-1234567.50 or so", "gsm8k"),
+    assert [(p.text, p.reference) for p in task.train] == [
+        ("1+1", "1002"),
+        ("2", "-3"),
+        ("3", "$-1234567.50 or so"),
     ]
     assert len(task.heldout) == 0
     assert task.train[0].token_ids == tokenizer.encode("1+1")

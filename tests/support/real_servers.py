@@ -64,7 +64,7 @@ def send(
             precision=precision,
             packs=precision is not None,
         )
-        assert len(plan.counts) > 2 and max(plan.counts) > 1
+        assert len(plan.buckets) > 2 and max(len(bucket.tensors) for bucket in plan.buckets) > 1
         sender.send(
             make_buckets(model.named_parameters(), plan, Buffers("cpu")), plan, version, control.open_update()
         )

@@ -138,7 +138,7 @@ class ScriptedSync:
 def toy_prompts(count: int, name: str) -> list[Prompt]:
     ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
     return [
-        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i))
+        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", reference=str(i))
         for i in range(count)
     ]
 

@@ -634,7 +634,7 @@ def test_publish_serves_the_learners_bytes_under_the_next_version(
         control.calls.clear()
         result = sync.publish()
         weights = weights_of(learner.engine)
-        num_buckets = len(plan_of(learner).counts)
+        num_buckets = len(plan_of(learner).buckets)
         assert num_buckets > 2
         by_requests = ["receive_bucket version=None"] * (num_buckets - 1) + [
             f"receive_bucket version={version}"
@@ -808,7 +808,7 @@ def test_a_bit_that_changes_on_the_way_is_found_in_every_bucket(
     make_sync, learner, num_replicas, weight_transfer, dtype
 ):
     sync, control = make_sync(num_replicas, dtype=dtype, weight_transfer=weight_transfer)
-    counts = plan_of(learner, getattr(torch, dtype)).counts
+    counts = [len(one.tensors) for one in plan_of(learner, getattr(torch, dtype)).buckets]
     for broken in range(len(counts)):
         control.calls.clear()
         control.replicas[-1].break_received = flip_a_bit_of(broken)
@@ -927,7 +927,7 @@ def test_a_bucket_that_fails_to_load_ends_the_transfer_and_no_server_takes_the_v
     """Its broadcast succeeds, and its answer comes while the next bucket is under way; but not while the one
     that names the version is."""
     sync, control = make_sync(num_replicas, plugin=False)
-    buckets = len(plan_of(learner).counts)
+    buckets = len(plan_of(learner).buckets)
     control.replicas[-1].fails_to_load = buckets - from_end
     control.calls.clear()
     started = time.monotonic()
@@ -979,7 +979,7 @@ def test_one_bucket_is_lined_up_behind_the_one_in_flight_and_no_more(make_sync, 
     buffer is still being sent."""
     sync, control = make_sync(plugin=False)
     wanted = weights_of(learner.engine)
-    count = len(plan_of(learner).counts)
+    count = len(plan_of(learner).buckets)
     asked, receive_bucket = [threading.Event() for _ in range(count + 2)], control.receive_bucket
     assert count > 4
 

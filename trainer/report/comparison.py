@@ -10,6 +10,7 @@ from trainer.metric_names import WITHOUT_SELECTION, known
 from trainer.report.drawing import ALONE, FEW_RUNS, draw_legend, draw_lines, new_figure
 from trainer.report.pictures import ROUNDING, Lines
 from trainer.report.series import Recorded, Series
+from trainer.tracking.held_out import ACCURACY, FAILED, best_evaluation
 from trainer.tracking.tracker import flatten
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ PANELS = tuple(
 )
 LAST_STEPS = 10
 """Steps at the end of a run whose mean is in the table of results."""
-ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
+SECONDS = known("time/step")
 MEANS = (
     ("reward", known("reward/before_selection"), ".3f"),
     ("k3", known("mismatch/k3"), ".1e"),
@@ -122,13 +123,14 @@ def results_table(runs: Mapping[str, tuple[Recorded, RunConfig]]) -> Table:
 
 def _results_of(recorded: Recorded, config: RunConfig) -> list[str]:
     accuracy, seconds, greatest = map(recorded.get, (ACCURACY, SECONDS, GREATEST))
-    measured = [(value, step) for step, value in zip(accuracy.steps, accuracy.values, strict=True)]
-    best = max(measured, key=lambda pair: (pair[0], -pair[1]), default=None)
+    measured, failed = [*accuracy.by_step.items()], recorded.get(FAILED).by_step
+    rows = [{"step": step, ACCURACY: value, FAILED: failed.get(step)} for step, value in measured]
+    best = best_evaluation(rows, config.alarms.reward_failed_max)
     means = [(_series(recorded, metric).values[-LAST_STEPS:], form) for _, metric, form in MEANS]
     return [
         f"{max(recorded.steps, default=0)} of {config.steps}",
         *(
-            "-" if pair is None else f"{pair[0]:.1%} at {pair[1]}"
+            "-" if pair is None else f"{pair[1]:.1%} at {pair[0]}"
             for pair in ((measured or [None])[-1], best)
         ),
         f"{median(seconds.values):.1f}" if seconds else "-",

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.errors import counted
-from parallel.checkpoints.files import openable
+from configs.reading.files import openable
 from rollout.sampling.messages import SamplingStats
 from trainer.file_system import LineFile, write_whole
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.checkpoints.files import openable
+from configs.reading.files import openable
 from trainer.file_system import write_whole
 
 log = logging.getLogger(__name__)

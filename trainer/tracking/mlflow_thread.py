@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.reading.files import text_of
 from configs.schema import RunConfig
 from configs.schema.base import without_credentials
-from parallel.checkpoints.files import text_of
 from trainer.file_system import mount_of, open_lock
 from trainer.tracking.provenance import provenance
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from parallel.checkpoints.files import openable
+from configs.reading.files import openable
 from rollout.records import Group, Trajectory
 
 FOLDER = "samples"

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import yaml
 
 from configs.errors import counted
+from configs.reading.files import text_of
 from configs.schema.base import without_credentials
-from parallel.checkpoints.files import text_of
 from trainer.file_system import write_whole
 from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.mlflow_thread import Status

@@ -26,7 +26,7 @@ def imported(name, others, missing):
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise Failure(f"{name} imports {error.name!r}, which {missing}; install it there") from error
-        if name.endswith(".py") and os.path.isfile(file):
+        if os.path.isfile(file):
             raise Failure(f"{name!r} is not the name of a module; {_fix_of_file(file)}") from error
         raise Failure(
             f"there is no module {name!r} in {os.getcwd()} or among {others}; run from the folder that holds "
@@ -44,6 +44,10 @@ def imported(name, others, missing):
 def _fix_of_file(file):
     """What to write instead of the name of a module's file."""
     path = os.path.relpath(file)[: -len(".py")]
+    folder, module = os.path.split(path)
+    if "." in module:  # an import would look for a module inside of a package
+        plain = f"{module.replace('.', '_')}.py"
+        return f"rename the file to {plain}, and {_fix_of_file(os.path.join(folder, plain))}"
     if "." not in path:  # neither above the current folder nor in one with a dot in its name
         return f"write {path.replace(os.sep, '.')!r}"
     folder, module = os.path.split(os.path.abspath(path))

@@ -32,6 +32,7 @@ from launch.studies.replay import read_result
 from parallel.checkpoints.files import write_manifest
 from parallel.planning.architecture import read_hf_config
 from tracing.reading import read_trace
+from trainer.file_system import read_required
 from trainer.tracking.ledger import read_ledger
 from trainer.tracking.metrics_file import GrowingMetrics, read_metrics, rows_from_the_end
 from trainer.tracking.samples import read_samples
@@ -107,6 +108,17 @@ def test_of_many_accuracies_the_newest_the_best_and_the_first_are_told(folder, a
     lines = [{"step": n, "time/step": 2.0, "eval/accuracy": value} for n, value in enumerate(accuracies)]
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert lines_of(folder)["held out"] == text
+
+
+def test_an_evaluation_with_too_many_failed_rewards_is_not_told_as_the_best(folder):
+    """By the config's level, as for the best checkpoint and in summary.json."""
+    accuracies = [0.1, 0.6, 0.5, 0.2, 0.3, 0.4]
+    lines = [{"step": n, "time/step": 2.0, "eval/accuracy": value} for n, value in enumerate(accuracies)]
+    lines[1]["eval/failed_fraction"] = 0.2
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "; best 50.0% at step 2; " in lines_of(folder)["held out"]
+    folder.config.write_text("name: tiny\nsteps: 40\nalarms: {reward_failed_max: 0.2}\n")
+    assert "; best 60.0% at step 1; " in lines_of(folder)["held out"]
 
 
 def test_values_that_are_no_numbers_are_a_line(folder, caplog):
@@ -527,6 +539,7 @@ def test_lines_that_cannot_be_read_are_named_and_the_rest_is_shown(folder, name)
         ("trace/learn-1.jsonl", lambda folder: read_trace(folder.path)),
         ("replay/step_000001.json", lambda folder: read_result(folder, 1)),
         ("roles/serve.json", lambda folder: [*_processes(folder)]),
+        ("request.json", lambda folder: read_required(folder.request)),
     ],
 )
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder, monkeypatch, name, read):

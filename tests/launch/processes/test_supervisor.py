@@ -133,8 +133,14 @@ DEATHS = {
 
 
 BY_TORCHRUN = (
+    "W1128 06:41:56.380000 3166 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 4712 closing signal SIGTERM\n"
+    "rank 0 lost a peer\nTraceback (most recent call last):\nEOFError\n"
     "E1128 06:41:56.390000 3166 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1\n"
     "Traceback (most recent call last):\nChildFailedError:\n" + TORCHRUN_SAYS
+)
+LAST_WORDS = textwrap.indent(
+    "a line of a step\nterminate called\nrank 0 lost a peer\nTraceback (most recent call last):\nEOFError\n",
+    "    ",
 )
 
 
@@ -142,12 +148,12 @@ BY_TORCHRUN = (
     ("code", "words"),
     [
         (-9, "was killed by SIGKILL\n"),
-        (-6, "was killed by SIGABRT\n    a line of a step\n    terminate called\n"),
-        (3, "ended with exit code 3\n    a line of a step\n    terminate called\n"),
+        (-6, f"was killed by SIGABRT\n{LAST_WORDS}"),
+        (3, f"ended with exit code 3\n{LAST_WORDS}"),
     ],
 )
 def test_a_lone_rank_that_died_is_told_without_the_lines_of_torchrun(tmp_path, code, words):
-    """A killed rank leaves no error. What it printed before tells why, unless it was killed from outside."""
+    """A killed rank leaves no error. What it and its peers printed tells why, unless it was killed from outside."""
     said = f"a line of a step\nterminate called\n{BY_TORCHRUN.format(code=code)}"
     log = tmp_path / "learn.log"
     command = [sys.executable, "-c", f"import sys; print({said!r}, file=sys.stderr); sys.exit(1)"]
@@ -175,6 +181,23 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
         supervisor.start(Role(name="learn", command=command, log=log, error=error))
         supervisor.wait_until_done("learn")
     assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda error: error.write_bytes(b"no \xff ink"), "no \ufffd ink\n"),
+        (os.mkfifo, "learn.error cannot be read (not a regular file)\n"),
+    ],
+)
+def test_an_error_file_that_is_damaged_hides_no_failure(tmp_path, make, told):
+    error = tmp_path / "learn.error"
+    make(error)
+    with pytest.raises(RoleFailed) as failure, Supervisor(grace_s=1) as supervisor:
+        command = [sys.executable, "-c", "raise SystemExit(1)"]
+        supervisor.start(Role(name="learn", command=command, log=tmp_path / "learn.log", error=error))
+        supervisor.wait_until_done("learn")
+    assert "the learn role ended with exit code 1.\n" in str(failure.value) and told in str(failure.value)
 
 
 def test_of_a_log_that_becomes_too_large_the_end_stays_and_the_role_goes_on_behind_it(tmp_path, monkeypatch):

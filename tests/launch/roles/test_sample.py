@@ -19,6 +19,7 @@ from launch.roles import sample as sample_role
 from launch.roles.sample import sample
 from rollout.guarded_process import own_folder
 from rollout.sampling import role
+from rollout.servers.watchdog import LIST
 
 CONFIG = SimpleNamespace(
     launch=SimpleNamespace(nodes=None, start_timeout_s=20.0), model=SimpleNamespace(path=None)
@@ -56,6 +57,10 @@ def test_a_sample_role_removes_the_folders_of_one_that_was_killed_and_no_others(
     players = [
         subprocess.Popen([sys.executable, "-c", EPISODE], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
+    in_memory = [Path(f"/dev/shm/sglang_loads_{tmp_path.name}-{os.getpid()}-{n}") for n in range(2)]
+    precious = tmp_path / "precious"
+    for file in (*in_memory, precious):
+        file.touch()
     try:
         killed, alive = (Path(player.stdout.readline().strip()) for player in players)
         players[0].kill()
@@ -67,13 +72,20 @@ def test_a_sample_role_removes_the_folders_of_one_that_was_killed_and_no_others(
         for folder in (elsewhere, users):
             shutil.copytree(killed, folder)
         linked.symlink_to(users)
+        server = killed.with_name("-".join([kind, "server", machine, *process, token]))
+        shutil.copytree(killed, server)
+        for folder, file in zip((server, killed), in_memory, strict=True):
+            (folder / LIST).write_text(f"{file}\n{precious}\n")
         sample(RunFolder(tmp_path), CONFIG)
         assert {*killed.parent.iterdir()} == {alive, elsewhere, linked, users}
         assert all((folder / "file").exists() for folder in (alive, elsewhere, users))
+        assert [file.exists() for file in (*in_memory, precious)] == [False, True, True]
     finally:
         for player in players:
             player.kill()
             player.wait()
+        for file in in_memory:
+            file.unlink(missing_ok=True)
 
 
 def test_a_sample_role_that_is_told_to_end_leaves_no_folder_of_its_episodes(tmp_path, monkeypatch):

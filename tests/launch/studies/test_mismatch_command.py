@@ -227,7 +227,7 @@ def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
 
 
 def test_prompts_are_the_same_for_everyone_and_enough(tmp_path):
-    prompts = [Prompt(prompt_id=str(i), token_ids=[i], text="", task="t", reference="") for i in range(20)]
+    prompts = [Prompt(prompt_id=str(i), token_ids=[i], text="", reference="") for i in range(20)]
     task = Task(name="t", train=prompts, heldout=[])
     first = fixed_prompts(task, 8, seed=3)
     assert first == fixed_prompts(task, 12, seed=3)[:8] and first != fixed_prompts(task, 8, seed=4)

@@ -84,7 +84,8 @@ def test_buckets_hold_every_tensor_once_and_stay_while_their_buffers_are_kept(
             assert one.bytes.numpy().tobytes() == content(wanted[name] for name in one.names)
         names += bucket.names
         counts.append(len(bucket.names))
-    assert before[-1].is_last and (names, counts) == (plan.names, plan.counts)
+    assert before[-1].is_last and names == plan.names
+    assert counts == [len(bucket.tensors) for bucket in plan.buckets]
     assert sorted(names) == sorted(wanted)
     assert plan.shapes == [list(wanted[name].shape) for name in names]
 
@@ -93,13 +94,13 @@ def test_buckets_hold_every_tensor_once_and_stay_while_their_buffers_are_kept(
 def test_small_units_fill_buckets_past_the_large_ones(sizes, max_bytes):
     tensors = [(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]
     plan = plan_of(tensors, max_bytes=max_bytes, alone_bytes=100)
-    names, small = iter(plan.names), []
-    for count, is_alone in zip(plan.counts, plan.are_alone, strict=True):
-        numbers = [int(next(names)[1:]) for _ in range(count)]
+    small = []
+    for planned in plan.buckets:
+        numbers = [int(name[1:]) for name in planned.names]
         bucket = [4 * sizes[number] for number in numbers]
         assert numbers == sorted(numbers)
-        if is_alone:
-            assert count == 1 and bucket[0] >= min(100, max_bytes)
+        if planned.is_alone:
+            assert len(bucket) == 1 and bucket[0] >= min(100, max_bytes)
         else:
             assert sum(bucket) <= max_bytes and max(bucket) < 100
             small.append(bucket)
@@ -165,7 +166,7 @@ def test_packed_matrices_are_buckets_of_their_own_or_share_them_with_what_is_not
     tensors = [(name, torch.randn([3] if "norm" in name else [33, 39])) for name in names]
     rounding = {"precision": precision, "packs": True}
     plan = plan_of(tensors, dtype, max_bytes=2**20, alone_bytes=alone_bytes, sizes=[1, 2] * 3, **rounding)
-    assert len(plan.counts) == (7 if alone_bytes == 2**9 else 1)
+    assert len(plan.buckets) == (7 if alone_bytes == 2**9 else 1)
     forms = {name: plan.form_of(name) for name in names}
     there = str(dtype).removeprefix("torch.")
     assert forms == {name: there if "norm" in name else f"{there}/{precision}" for name in names}

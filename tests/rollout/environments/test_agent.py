@@ -79,9 +79,7 @@ said = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
 print("done")
 print(json.dumps({"reward": len(said), "parts": {"turns": 2}}))
 """
-PROBLEM = Prompt(
-    prompt_id="p", token_ids=[3, 4, 5], text="3 4 5", task="toy", reference="secret", row={"key": "row"}
-)
+PROBLEM = Prompt(prompt_id="p", token_ids=[3, 4, 5], text="3 4 5", reference="secret", row={"key": "row"})
 
 
 class Model(Numbers):

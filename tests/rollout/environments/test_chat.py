@@ -184,7 +184,7 @@ def test_the_message_of_a_turn():
 
 
 def numbers() -> Prompt:
-    return Prompt(prompt_id="p", token_ids=[9], text="3 4 5", task="toy", reference="")
+    return Prompt(prompt_id="p", token_ids=[9], text="3 4 5", reference="")
 
 
 def test_an_observation_that_does_not_fit_ends_the_episode():
@@ -310,9 +310,7 @@ def test_the_sample_role_makes_training_and_held_out_episodes_and_ends_their_pro
 
 
 def test_the_fields_of_a_problem():
-    prompt = Prompt(
-        prompt_id="p", token_ids=[1], text="2+3?", task="t", reference="5", row={"at": np.float32(1)}
-    )
+    prompt = Prompt(prompt_id="p", token_ids=[1], text="2+3?", reference="5", row={"at": np.float32(1)})
     fields = problem_fields(prompt, None)
     assert fields.pop("messages") == [{"role": "user", "content": "2+3?"}]
     assert fields == {"prompt_id": "p", "text": "2+3?", "reference": "5", "row": {"at": np.float32(1)}}

@@ -32,7 +32,7 @@ from trainer.batch.step_batch import step_batch
 from trainer.step_metrics import turn_metrics
 
 STOP, VOCAB, LARGEST = 0, 20, 2**20
-PROMPT = Prompt(prompt_id="p", token_ids=[3, 4, 5], text="345", task="toy", reference="")
+PROMPT = Prompt(prompt_id="p", token_ids=[3, 4, 5], text="345", reference="")
 
 
 class Numbers:

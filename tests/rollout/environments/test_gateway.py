@@ -288,6 +288,24 @@ def test_a_history_that_was_rewritten_forks_behind_what_is_kept(caplog):
     assert "episode/sequences_mean" in record.getMessage()
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_names_of_answers_fork_only_if_the_template_writes_them(written):
+    """Some agents name each answer that they send back."""
+
+    async def test():
+        renderer = PlainRenderer(TEXTS.encode)
+        renderer.writes_names = written
+        async with opened(conversation=Conversation(renderer_of=lambda tools: renderer)) as (one,):
+            messages = [user("3 4 5")]
+            for _ in range(2):
+                content = (await one.ask(messages)).choices[0].message.content
+                messages += [{"role": "assistant", "content": content, "name": "solver"}, user("7")]
+            await one.ask(messages)
+            assert (one.session.num_turns, one.session.num_forks) == (3, 2 if written else 0)
+
+    run(test)
+
+
 ACTIONS = st.tuples(
     st.sampled_from(("extend", "ask anew", "repeat", "edit", "drop")),
     st.integers(0, 99),

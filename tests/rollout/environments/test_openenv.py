@@ -24,7 +24,7 @@ from tests.rollout.environments.test_episodes import TEXTS, group_of, pack, scor
 from tests.support.fake_engine import FakeEngine
 
 DEADLINE_S = 30.0
-PROMPT = Prompt(prompt_id="p7", token_ids=[3, 4], text="3 4", task="toy", reference="", row={"level": 5})
+PROMPT = Prompt(prompt_id="p7", token_ids=[3, 4], text="3 4", reference="", row={"level": 5})
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}  # fmt: skip
 
 

@@ -354,6 +354,13 @@ def test_nothing_to_append_is_refused():
         RENDERERS["qwen3"].following([], sampled_end=True)
 
 
+@pytest.mark.parametrize("name", ["", "{{ m.name }}", "{% if m.tool_calls %}{{ m.name }}{% endif %}"])
+def test_a_template_that_writes_names_of_answers_is_known(name):
+    template = CHATML.replace("{{ m.content }}", f"{{{{ m.content }}}}{name}")
+    assert ChatRenderer(chat_tokenizer(template=template)).writes_names == bool(name)
+    assert not any(renderer.writes_names for renderer in RENDERERS.values())
+
+
 def test_other_roles_are_checked_when_they_come():
     renderer = renderer_of("qwen2_5")
     ids = renderer.following([{"role": "critic", "content": "No."}], sampled_end=True)

@@ -118,7 +118,7 @@ class OneFails(LengthScorer):
 def make_prompts(count: int, name: str = "p") -> list[Prompt]:
     ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
     return [
-        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i))
+        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", reference=str(i))
         for i in range(count)
     ]
 
@@ -904,7 +904,7 @@ def test_no_other_held_out_prompts_are_tokenised_than_those_that_are_asked():
     def to_problem(number: int) -> Problem:
         return Problem(prompt_id=f"h{number}", text=f"text {number}", reference="")
 
-    lazy = LazyPrompts(range(500), task="toy", to_problem=to_problem, encode=encode)
+    lazy = LazyPrompts(range(500), to_problem=to_problem, encode=encode)
     chosen = choose_heldout(lazy, 7)
     assert [prompt.text for prompt in chosen] == tokenised and len(tokenised) == 7
     assert [p.prompt_id for p in chosen] == [p.prompt_id for p in choose_heldout(make_prompts(500, "h"), 7)]
@@ -952,10 +952,7 @@ def run_config(
 
 def task_of(*, train, heldout=()) -> Task:
     prompts = [
-        [
-            Prompt(prompt_id=f"{name}{n}", token_ids=[1] * n, text="?", task="toy", reference="")
-            for n in lengths
-        ]
+        [Prompt(prompt_id=f"{name}{n}", token_ids=[1] * n, text="?", reference="") for n in lengths]
         for name, lengths in (("train", train), ("heldout", heldout))
     ]
     return Task(name="toy", train=prompts[0], heldout=prompts[1])
@@ -1213,7 +1210,7 @@ def test_lazy_prompts_tell_the_longer_ones_as_if_all_were_tokenised(texts, limit
         return [0] * (around + len(text.encode()))
 
     items = [Problem(prompt_id=str(i), text=text, reference="") for i, text in enumerate(texts)]
-    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    prompts = LazyPrompts(items, to_problem=lambda problem: problem, encode=encode)
     lengths = [around + len(text.encode()) for text in texts]
     found = longer_than(prompts, limit)
     longer = {index: length for index, length in enumerate(lengths) if length > limit}
@@ -1249,7 +1246,7 @@ def test_longer_conversations_are_told_as_if_all_were_tokenised(drawn, limit, ar
             for role, text, calls in conversation
         )
         items.append(Problem(prompt_id=str(number), text="12", reference="", messages=messages))
-    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    prompts = LazyPrompts(items, to_problem=lambda problem: problem, encode=encode)
     lengths = [len(encode(item.prompt)) for item in items]
     assert {index: len(prompt.token_ids) for index, prompt in longer_than(prompts, limit).items()} == {
         index: length for index, length in enumerate(lengths) if length > limit
@@ -1264,7 +1261,7 @@ def test_short_texts_are_not_tokenised_to_know_that_they_fit():
         return [0] * len(text)
 
     items = [Problem(prompt_id=str(i), text="x" * (1 + i % 50), reference="") for i in range(20_000)]
-    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    prompts = LazyPrompts(items, to_problem=lambda problem: problem, encode=encode)
     assert longer_than(prompts, 51) == {}
     assert len(encoded) == 1  # the first, for what stands around a text
 

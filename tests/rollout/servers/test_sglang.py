@@ -574,10 +574,10 @@ def send_broken(control: SGLangControl, weights, broken: str | None, carrier: st
     """An update as version 99, of which another bit is sent than was hashed: of the tensor ``broken``, or of the hashes."""
     sender = StageSender(control, carrier, 60)
     plan = plan_transfer(units_of(weights), dtype=torch.float32, device="cpu", alone_bytes=2**17)
-    last = len(plan.counts)
+    last = len(plan.buckets)
     wrong = last if broken == "hashes" else -1
-    for number, count in enumerate(plan.counts):
-        if broken in plan.names[sum(plan.counts[:number]) :][:count]:
+    for number, bucket in enumerate(plan.buckets):
+        if broken in bucket.names:
             wrong = number
     assert (wrong < 0) == (broken is None)
     home, name = (WeightBroadcaster, "start") if carrier == "gloo" else (Sending, "offer")

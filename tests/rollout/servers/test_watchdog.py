@@ -108,9 +108,9 @@ KEPT = "torch_1_2_3", "other-file"
 """Not made by the server, or of an unknown kind: names that are kept, as the test's own files."""
 
 
-@pytest.mark.parametrize("end", ["owner ends it", "owner is gone", "server exits"])
+@pytest.mark.parametrize("end", ["owner ends it", "owner is gone", "server exits", "group is killed"])
 def test_files_in_memory_and_in_tmpdir_end_with_a_server(end, tmp_path):
-    """By SIGKILL nothing of it can remove them itself."""
+    """By SIGKILL nothing of it can remove them itself. If the watchdog is killed too, its list of them is left."""
     mine = f"tandem-test-{tmp_path.name}-{os.getpid()}"
     made, kept = [f"sgl_shm_{mine}_PID_1", f"torch_PID_{mine}"], [f"{name}-{mine}" for name in KEPT]
     pipe = tmp_path / "pipe"
@@ -129,7 +129,15 @@ def test_files_in_memory_and_in_tmpdir_end_with_a_server(end, tmp_path):
             assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         if end == "owner is gone":
             process.stdin.close()
-        if end != "owner ends it":
+        if end == "group is killed":
+            listed = Path(folder, watchdog.LIST)
+            while not listed.exists() or len(listed.read_text().split()) < len(made):
+                assert process.poll() is None
+            maker = psutil.Process(int(pid))
+            os.killpg(process.pid, signal.SIGKILL)
+            assert_all_end([maker])
+            end_watched([process])
+        elif end != "owner ends it":
             assert process.wait(20) == (7 if end == "server exits" else -signal.SIGKILL)
         else:
             assert all(path.exists() for path in paths) and len(os.listdir(folder)) == 1

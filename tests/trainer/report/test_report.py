@@ -1044,6 +1044,10 @@ def test_the_table_of_results_by_hand():
         steps=full.steps, series=series | {"reward/before_selection": Series([1, 2], [0.25, 0.5])}
     )
     assert comparison.results_table({"a": (selecting, config)})[1][5] == "0.375"
+    failing = Recorded(
+        steps=full.steps, series=series | {"eval/failed_fraction": Series([0, 2, 4], [0.0, 0.06, 0.05])}
+    )
+    assert comparison.results_table({"a": (failing, config)})[1][3] == "75.0% at 4"
     (_, first), *_ = comparison._lines_of(comparison.PANELS[0], {"a": selecting, "b": full})
     assert comparison.PANELS[0].title == "Reward, as sampled" and first.values == [0.25, 0.5]
 
