@@ -10,9 +10,17 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from parallel.megatron import platform
 from parallel.weights import transfer as transfers
+from parallel.weights.transfer import PlannedBucket, TransferPlan
 from rollout.servers.control import ControlError
 from rollout.sglang_plugin.tandem_weight_transfer import GIVEN_UP
 from trainer.stage_sender import StageSender, WeightSyncError
+
+PLAN = TransferPlan(
+    buckets=[PlannedBucket(is_alone=False, tensors=[("a", [1])])],
+    dtype=torch.float32,
+    precision=None,
+    packs=False,
+)
 
 
 class Joining:
@@ -76,12 +84,11 @@ def test_an_error_of_the_learners_own_gathering_is_not_the_servers(monkeypatch, 
 
     sender = StageSender(Control(), "gloo", 10.0)
     monkeypatch.setattr(sender, "_transfer", transfer)
-    plan = SimpleNamespace(counts=[1, 1], names=["a"], shapes=[[1]], form_of=lambda name: "float32")
     raised, words = (
         (torch.OutOfMemoryError, "gathered") if of_learner else (WeightSyncError, "connection reset")
     )
     with pytest.raises(raised, match=words):
-        sender.send(buckets(), plan, 1)
+        sender.send(buckets(), PLAN, 1)
     sender.close()
 
 
@@ -113,10 +120,9 @@ def test_what_nccl_has_under_way_is_aborted_where_a_server_fails(monkeypatch):
             raise ControlError("it is gone")
 
     monkeypatch.setattr(sender._control, "receive_transfer", lambda **_unused: Answer(None))
-    plan = SimpleNamespace(counts=[1], names=["a"], shapes=[[4]], form_of=lambda name: "float32")
     bucket = SimpleNamespace(bytes=torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(ControlError, match="it is gone"):
-        sender.send([bucket], plan, 1)
+        sender.send([bucket], PLAN, 1)
     assert done == [("abort", True)]
     assert store.check([GIVEN_UP])  # where the servers look
     ends.set()
@@ -156,9 +162,8 @@ def test_a_group_of_a_transfer_that_failed_is_aborted_by_both_sides_at_once(monk
         raise ControlError("other bytes were received than sent")
         yield
 
-    plan = SimpleNamespace(counts=[1], names=["a"], shapes=[[4]], form_of=lambda name: "float32")
     with pytest.raises(ControlError, match="other bytes"):
-        sender.send(buckets(), plan, 1)
+        sender.send(buckets(), PLAN, 1)
     assert store.check([GIVEN_UP]) and not done
     sender.close()
     assert done == ["asked", ("abort", True)]
