@@ -687,7 +687,9 @@ def assert_same_step(ranks: list[dict], wanted: dict) -> None:
         for kind in ("gradients", "weights"):
             assert relative_difference(found[kind], wanted[kind]) <= 1e-5
             for name, tensor in wanted[kind].items():
-                assert (found[kind][name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+                # Decays are small sums of large numbers of both signs: 1.15e-5 on a CPU without AVX-512.
+                bound = 3e-5 if name.endswith(("A_log", "dt_bias")) else 1e-5
+                assert (found[kind][name] - tensor).norm() <= bound * tensor.norm(), name
 
 
 @pytest.fixture(scope="module")
