@@ -86,30 +86,29 @@ def own_name(prefix: str) -> str:
     return f"{prefix}{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}"
 
 
-def remove_abandoned() -> None:
+def remove_abandoned(prefix: str = "") -> None:
     """Remove the folders that this user's processes left behind because they were killed, alone or with a whole job of
-    Slurm, and the files of such servers in /dev/shm. Other machines may share the temporary folder; their folders stay."""
+    Slurm, and the files of such servers in /dev/shm. Other machines may share the temporary folder; their folders stay.
+
+    prefix: of the names of these folders; "": all kinds."""
     for folder in {tempfile.gettempdir(), SHORT}:
-        _remove_abandoned_in(folder)
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(prefix) and _is_abandoned(entry):
+                    if entry.name.startswith(OF_SERVERS):
+                        remove_left(None, listed(entry.path))
+                    remove(entry.path)
 
 
-def _remove_abandoned_in(folder: str) -> None:
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            owner = OWN_FOLDER.fullmatch(entry.name)
-            if (
-                owner is None
-                or owner["machine"] != _machine()
-                or _start_of(int(owner["pid"])) == owner["started"]
-            ):
-                continue
-            if (
-                entry.is_dir(follow_symlinks=False)
-                and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-            ):
-                if entry.name.startswith(OF_SERVERS):
-                    remove_left(None, listed(entry.path))
-                remove(entry.path)
+def _is_abandoned(entry: os.DirEntry) -> bool:
+    owner = OWN_FOLDER.fullmatch(entry.name)
+    if owner is None or owner["machine"] != _machine() or _start_of(int(owner["pid"])) == owner["started"]:
+        return False
+    with suppress(FileNotFoundError):  # another role of this machine may remove it at this moment
+        return (
+            entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        )
+    return False
 
 
 @cache

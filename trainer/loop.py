@@ -9,6 +9,8 @@
                           (with a single minibatch current is old: score leaves old out, and the loss computes
                           the correction from its own forward pass; in bypass mode from current)
     weight_sync.publish   pause, send, verify, resume
+    sampler.admit         the groups start that the new weights allow (k >= 1)
+                          (then evaluation, metrics and checkpoint, while the servers sample)
 
 With ``rollout.max_staleness: 0`` every token of a step is sampled by the weights that the step starts from. With
 k >= 1 the sample role already samples the groups of the next k steps while this page trains. A token is then
@@ -122,6 +124,7 @@ def train(run: Run) -> None:
             postponed.attempt(lambda: sampler.drain(rollout.drain_s))
         with clock.time("sync"):
             sync = postponed.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
+            postponed.attempt(partial(admit_next, run, step))
         clock.end_step()
         is_due = config.evaluation.is_due(step, config.steps)
         evaluation = postponed.attempt(partial(evaluate, run, step, clock)) if is_due else None
@@ -151,6 +154,15 @@ def train(run: Run) -> None:
             )
             tell_once(run, f"checkpoint of step {step}", problem)
         postponed.release()
+
+
+def admit_next(run: Run, step: int) -> None:
+    """Start the groups that the weights after ``step`` allow. With k = 0, where servers and learner may share devices, the
+    next step's request starts them."""
+    rollout, later_steps = run.config.rollout, run.config.steps - step
+    if rollout.max_staleness > 0 and later_steps > 0:
+        ahead = min(rollout.max_staleness, later_steps - 1)
+        run.sampler.admit(rollout.prompts_per_step, newest=run.learner.version, ahead=ahead)
 
 
 def tell_once(run: Run, about: str, problem: str | None) -> None:

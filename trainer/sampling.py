@@ -81,6 +81,13 @@ class SharedSampler:
         if within_s > 0:
             self._asked_by_first_rank(lambda remote: remote.drain(within_s, meanwhile=self._heed_stop))
 
+    def admit(self, count: int, *, newest: int, ahead: int) -> None:
+        """After an update of the weights to version ``newest``: start the groups of the next ``count`` prompts and of
+        ``ahead`` further steps, which ``next_groups`` hands out. A collective."""
+        self._asked_by_first_rank(
+            lambda remote: remote.admit(count, newest=newest, ahead=ahead, meanwhile=self._heed_stop)
+        )
+
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None if the task has no held-out problems, and on all ranks but the first."""
         return self._asked_by_first_rank(lambda remote: remote.evaluate(meanwhile=self._look_around))

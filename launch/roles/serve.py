@@ -37,9 +37,11 @@ def serve(
         folder.forget(replica)
 
     from launch.checks.devices import gpus_here
+    from rollout.guarded_process import OF_SERVERS, remove_abandoned
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
+    remove_abandoned(OF_SERVERS)  # a node may have no sample role, which removes all kinds
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -149,6 +149,15 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     within_s: float
 
 
+class Admit(msgspec.Struct, frozen=True, tag=True):
+    """Sent after a weight update. The groups of the next ``count`` prompts and of ``ahead`` further steps may start, as if
+    NextGroups had come."""
+
+    count: int
+    newest: int
+    ahead: int
+
+
 class Evaluate(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -191,7 +200,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Request = NextGroups | Drain | Evaluate | LoadState | Stop
+Request = NextGroups | Drain | Admit | Evaluate | LoadState | Stop
 Reply = Groups | Evaluated | Done | Failure
 
 

@@ -11,6 +11,7 @@ from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
 from rollout.records import Group
 from rollout.run_key import RunKey
 from rollout.sampling.messages import (
+    Admit,
     Done,
     Drain,
     Evaluate,
@@ -119,6 +120,13 @@ class RemoteSampler:
         """Return when no training sample is at the servers, or after ``within_s``. Further samples wait for the next
         request."""
         self._request_reply(Drain(within_s), Done, meanwhile)
+
+    def admit(
+        self, count: int, *, newest: int, ahead: int, meanwhile: Callable[[], None] = _do_nothing
+    ) -> None:
+        """After an update of the weights to version ``newest``: start the groups of the next ``count`` prompts and of
+        ``ahead`` further steps. ``next_groups`` hands them out."""
+        self._request_reply(Admit(count, newest, ahead), Done, meanwhile)
 
     def evaluate(self, meanwhile: Callable[[], None] = _do_nothing) -> EvaluationResult | None:
         """Evaluate on held-out problems; None if the task has none."""

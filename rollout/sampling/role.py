@@ -35,6 +35,7 @@ from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import RunKey
 from rollout.sampling.messages import (
+    Admit,
     Done,
     Drain,
     Evaluate,
@@ -316,6 +317,9 @@ async def _reply_to(sampler: GroupSampler, request: Request) -> Reply:
                 return Groups(groups, stats, sampler.state)
             case Drain(within_s):
                 await sampler.drain(within_s)
+                return Done()
+            case Admit(count, newest, ahead):
+                await sampler.admit(count, newest=newest, ahead=ahead)
                 return Done()
             case Evaluate():
                 return Evaluated(await sampler.evaluate())

@@ -148,8 +148,7 @@ class GroupSampler:
                 groups again.
         """
         began = time.perf_counter()
-        await self._client.see_version(newest)
-        self._pool.admit(count, ahead=ahead)
+        await self.admit(count, newest=newest, ahead=ahead)
         try:
             scored = await self._pool.next_step()
             failures = [failure for group in scored for failure in group.failures]
@@ -193,6 +192,11 @@ class GroupSampler:
             left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
+
+    async def admit(self, count: int, *, newest: int, ahead: int) -> None:
+        """Start the groups that ``next_groups`` with these arguments would start. The servers have version ``newest``."""
+        await self._client.see_version(newest)
+        self._pool.admit(count, ahead=ahead)
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient.drain``."""

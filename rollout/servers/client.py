@@ -148,7 +148,8 @@ class SGLangClient:
 
     async def see_version(self, newest: int) -> None:
         """See ``GenerationClient``."""
-        self._newest.version, self._newest.has_told_late = newest, False
+        if newest != self._newest.version:
+            self._newest.version, self._newest.has_told_late = newest, False
         await self._look_at_lost()
 
     async def _look_at_lost(self) -> bool:

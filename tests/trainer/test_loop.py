@@ -11,6 +11,7 @@ import torch
 
 from configs.loader import load_config
 from configs.schema.objective import KLConfig
+from rollout.client import RolloutError
 from rollout.sampling.messages import EvaluationResult
 from tests.support.packed_batches import random_batch
 from trainer import loop, step_clock
@@ -126,6 +127,24 @@ def test_the_order_of_a_step(stepped):
     ]  # fmt: skip
 
 
+def test_the_groups_that_an_update_allows_start_before_anything_else_if_it_succeeded(stepped):
+    calls = stepped("steps=2", "rollout.max_staleness=1", "evaluation={every: 1}")
+    told = [name for name, *_ in calls.mock_calls]
+    first = told.index("sampler.admit")
+    assert told[first - 1 : first + 3] == [
+        "weight_sync.publish",
+        "sampler.admit",
+        "doing",
+        "sampler.evaluate",
+    ]
+    assert told.count("sampler.admit") == 1, "none after the last step"
+    calls.reset_mock()
+    calls.weight_sync.publish.side_effect = RolloutError("the servers are gone")
+    with pytest.raises(RolloutError):
+        stepped("steps=2", "rollout.max_staleness=1")
+    assert calls.weight_sync.publish.called and not calls.sampler.admit.called
+
+
 def test_a_checkpoint_that_found_no_space_is_told_of_each_time(stepped):
     calls = stepped("steps=2", full="no space")
     told = [call.args for call in calls.tracker.warn_once.call_args_list]
@@ -167,6 +186,10 @@ def test_every_part_hears_of_the_same_step_and_sampling_ends_with_the_run(steppe
     assert [(of["newest"], of["max_staleness"], of["ahead"]) for of in asked] == [
         (0, 2, 2), (1, 2, 2), (2, 2, 2), (3, 2, 1), (4, 2, 0)
     ]  # fmt: skip
+    admitted = [call.kwargs for call in calls.sampler.admit.call_args_list]
+    assert admitted == [{name: of[name] for name in ("newest", "ahead")} for of in asked[1:]]
+    prompts = calls.sampler.next_groups.call_args.args
+    assert {call.args for call in calls.sampler.admit.call_args_list} == {prompts}
     evaluated = [call.kwargs["evaluation"] is not None for call in calls.step_metrics.call_args_list]
     assert evaluated == [False, True, False, True, True]
 

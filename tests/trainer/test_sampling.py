@@ -27,6 +27,10 @@ class Role:
         self.done.append(f"groups {count}")
         return [], None, {"position": 7, "num_prompts": 9}
 
+    def admit(self, count, *, newest, ahead, meanwhile):
+        meanwhile()
+        self.done.append(f"admit {count} of {newest}")
+
     def evaluate(self, *, meanwhile):
         meanwhile()
 
@@ -105,6 +109,7 @@ def _two_ranks() -> dict:
     resumed.load_state({"position": 3, "num_prompts": 9})
     resumed.drain(0.0)  # asks nobody: this role knows no such request
     next_groups(resumed)
+    resumed.admit(3, newest=1, ahead=0)
     resumed.evaluate()
     told["resumed"] = (role.done, weights.sent)
     return told
@@ -117,7 +122,7 @@ def test_ranks_that_wait_send_weights_together_and_a_successor_gets_the_position
     # Two successors before the first groups, of the start; one before the second, of the position then.
     assert first["done"] == [None, None, "groups 3", 7, "groups 3"] and second["done"] == []
     assert len(first["said"]) == 3 and "its successor continues" in first["said"][0] and not second["said"]
-    assert (first["resumed"], second["resumed"]) == (([3, 3, "groups 3"], 1), ([], 1))
+    assert (first["resumed"], second["resumed"]) == (([3, 3, "groups 3", "admit 3 of 1"], 1), ([], 1))
 
 
 def test_a_successor_that_comes_before_the_first_request_begins_at_the_checkpoints_position():

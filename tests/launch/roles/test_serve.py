@@ -1,14 +1,24 @@
 """The serve role's watch over its servers, with an empty fleet instead of them."""
 
 import os
+import signal
 import socket
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
+from configs.loader import load_config
 from launch.processes import stopping
 from launch.processes.run_folder import RunFolder
 from launch.roles import serve
+from rollout import guarded_process
+from rollout.guarded_process import OF_SERVERS, own_name
+from rollout.servers import fleet as fleets
+from rollout.servers.watchdog import LIST
+
+RECIPE = Path(__file__).resolve().parents[3] / "configs/recipes/countdown_tiny.yaml"
 
 
 class Fleet:
@@ -104,3 +114,53 @@ def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder,
     said = capsys.readouterr().out
     assert "(restarts left: 1): the first" in said and "(restarts left: 0): the second" in said
     assert folder.read_address("serve")["lives"] == {"http://a:1": 1}
+
+
+def of_killed(prefix: str, folder: Path) -> Path:
+    """A folder of this name's kind, whose process had our id before us."""
+    name = own_name(prefix).replace(f"-{guarded_process._start_of(os.getpid())}-", "-1-")
+    (folder / name).mkdir()
+    return folder / name
+
+
+def test_a_role_on_a_node_without_a_sample_role_removes_what_killed_servers_left(tmp_path, monkeypatch):
+    class NoServers(Fleet):
+        def __init__(self, *unused):
+            raise Ended
+
+    monkeypatch.setattr(fleets, "ServerFleet", NoServers)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = RunFolder(tmp_path / "run")
+    run.claim()
+    server, program = of_killed(OF_SERVERS, tmp_path), of_killed("tandem-code-", tmp_path)
+    in_memory = [Path(f"/dev/shm/sglang_loads_{tmp_path.name}-{os.getpid()}-{n}") for n in range(2)]
+    for folder, file in zip((server, program), in_memory, strict=True):
+        file.touch()
+        (folder / LIST).write_text(f"{file}\n")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(Ended):
+            serve.serve(run, load_config(RECIPE, ["model.path=model"]))
+        assert not server.exists() and program.exists(), "a program's folder belongs to the sample role"
+        assert [file.exists() for file in in_memory] == [False, True]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for file in in_memory:
+            file.unlink(missing_ok=True)
+
+
+def test_two_roles_of_a_machine_may_remove_the_same_folders_at_once(tmp_path, monkeypatch):
+    remove = guarded_process.remove
+    for _ in range(4):
+        of_killed(OF_SERVERS, tmp_path)
+    first, *others, last = (entry.path for entry in os.scandir(tmp_path))
+
+    def remove_too(folder: str) -> None:
+        for path in (folder, *others):  # the other role's
+            remove(path)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(guarded_process, "remove", remove_too)
+    guarded_process.remove_abandoned(OF_SERVERS)
+    assert not os.path.exists(first) and not os.path.exists(last)

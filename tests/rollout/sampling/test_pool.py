@@ -52,12 +52,14 @@ def test_what_may_start_on_part_of_the_outcomes_belongs_to_the_steps_that_it_was
 @dataclass
 class Simulation:
     """A learner and a pool whose groups take random numbers of turns of the event loop. A group's tokens have
-    the versions that were current at their turn."""
+    the versions that were current at their turn. Groups start at the learner's request, and with ``at_update`` also at
+    once when its weights have moved, while it records and saves."""
 
     count: int
     staleness: int
     max_rounds: int
     seed: int
+    at_update: bool = True
     newest: int = 0
     trained: list[list[int]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
@@ -72,6 +74,8 @@ class Simulation:
 
     async def sample(self, number: int) -> ScoredGroup:
         self.started.append(number)
+        if self.max_rounds == 1:
+            assert number < (self.newest + self.staleness + 1) * self.count, "the rule"
         seen = {self.newest}
         for _ in range(self.draw("turns", number, len(self.started)).randrange(12)):
             await asyncio.sleep(0)
@@ -87,8 +91,15 @@ class Simulation:
     async def train(self, steps: int, *, kill_after: set[int]) -> None:
         pool = GroupPool(self.sample, max_rounds=self.max_rounds)
         saved = 0
-        while self.newest < steps:
+
+        def admit() -> None:
             pool.admit(self.count, ahead=min(self.staleness, steps - 1 - self.newest))
+            if self.max_rounds == 1:
+                admitted = min(self.newest + self.staleness + 1, steps) * self.count
+                assert pool.first + pool.running + pool.ready == admitted, "all that the rule allows"
+
+        while self.newest < steps:
+            admit()
             scored = await pool.next_step()
             pool.hand_out(len(scored))
             self.lags += [self.newest - v for s in scored for v in self.versions[s.group.group_id]]
@@ -102,16 +113,22 @@ class Simulation:
                 continue
             self.trained.append([s.group.group_id for s in scored])
             saved, self.newest = pool.first, self.newest + 1
+            if self.at_update and self.newest < steps:
+                admit()
+            for _ in range(self.draw("save", self.newest).randrange(15)):
+                await asyncio.sleep(0)
         assert pool.running == pool.ready == 0
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6), count=st.integers(1, 5), staleness=st.integers(0, 4),
-    max_rounds=st.integers(1, 4), kills=st.sets(st.integers(0, 7), max_size=3),
+    max_rounds=st.integers(1, 4), kills=st.sets(st.integers(0, 7), max_size=3), at_update=st.booleans(),
 )  # fmt: skip
-def test_every_group_is_trained_once_in_order_and_none_is_too_old(seed, count, staleness, max_rounds, kills):
-    run = Simulation(count, staleness, max_rounds, seed)
+def test_every_group_is_trained_once_in_order_and_none_is_too_old(
+    seed, count, staleness, max_rounds, kills, at_update
+):
+    run = Simulation(count, staleness, max_rounds, seed, at_update)
     asyncio.run(asyncio.wait_for(run.train(8, kill_after=kills), 30))
     numbers = [number for step in run.trained for number in step]
     assert numbers == list(range(len(numbers)))

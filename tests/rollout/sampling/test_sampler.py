@@ -1493,6 +1493,8 @@ def test_groups_are_the_same_however_far_ahead_they_are_sampled(tokenizer, serve
         assert groups == next_groups(local, 3)[0]
         assert state == asdict(state_at(3 * (step + 1)))
         assert stats.running_groups + stats.ready_groups == 3 * min(ahead, left)
+        if ahead and left:
+            remote.admit(3, newest=min(step + 1, 2), ahead=min(ahead, left - 1))
         assert remote.evaluate().accuracy == asyncio.run(make_sampler(tokenizer).evaluate()).accuracy
 
 
@@ -1540,21 +1542,57 @@ def test_a_group_ahead_that_fails_is_told_of_when_its_step_is_due(tokenizer, ser
     assert [g.group_id for g in ask(remote, 3, newest=0, ahead=0)[0]] == [3, 4, 5]
 
 
+class Draining(FakeEngine):
+    """``told``: drains, openings and versions, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    async def drain(self, within_s):
+        self.told.append(within_s)
+
+    def reopen(self):
+        self.told.append("open")
+
+    async def see_version(self, newest):
+        self.told.append(f"version {newest}")
+
+
 def test_a_drain_ends_before_the_update_and_the_next_request_opens_again(tokenizer, served):
-    drained = []
-
-    class Draining(FakeEngine):
-        async def drain(self, within_s):
-            drained.append(within_s)
-
-        def reopen(self):
-            drained.append("open")
-
-    remote = served(make_sampler(tokenizer, engine=Draining()))
+    engine = Draining()
+    remote = served(make_sampler(tokenizer, engine=engine))
     ask(remote, 2, newest=0, ahead=1)
     remote.drain(2.5)
     ask(remote, 2, newest=0, ahead=0)
-    assert drained == ["open", 2.5, "open"]
+    assert engine.told == ["open", "version 0", 2.5, "open", "version 0"]
+
+
+def test_an_update_opens_again_and_starts_the_groups_that_it_allows_before_the_learner_asks(
+    tokenizer, served
+):
+    """The learner then evaluates, records and saves, perhaps for minutes."""
+    engine = Draining()
+    remote = served(make_sampler(tokenizer, engine=engine, num_heldout=0))
+
+    def wait_for(groups: int) -> None:
+        deadline = time.monotonic() + 20
+        while len(engine.calls) < groups * 3:
+            assert time.monotonic() < deadline, f"{len(engine.calls) // 3} groups have started"
+            time.sleep(0.005)
+
+    ask(remote, 2, newest=0, ahead=1)
+    wait_for(4)
+    remote.drain(2.5)
+    engine.version = 1
+    remote.admit(2, newest=1, ahead=1)
+    wait_for(6)
+    assert engine.told == ["open", "version 0", 2.5, "open", "version 1"]
+    groups, stats, _ = ask(remote, 2, newest=1, ahead=1, staleness=1)
+    assert [g.group_id for g in groups] == [2, 3] and stats.running_groups + stats.ready_groups == 2
+    groups, *_ = ask(remote, 2, newest=1, ahead=0, staleness=0)
+    assert [g.group_id for g in groups] == [4, 5], "of the new weights alone"
+    assert len(engine.calls) == 6 * 3
 
 
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
