@@ -82,18 +82,19 @@ async def own_folder(prefix: str) -> AsyncIterator[str]:
 
 
 def own_name(prefix: str) -> str:
-    """A new name for a folder, by which ``remove_abandoned`` finds it if this process did not remove it."""
+    """A new name for a folder, by which ``remove_abandoned_in`` finds it if this process did not remove it."""
     return f"{prefix}{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}"
 
 
 def remove_abandoned() -> None:
-    """Remove the folders that this user's processes left behind because they were killed, alone or with a whole job of
-    Slurm, and the files of such servers in /dev/shm. Other machines may share the temporary folder; their folders stay."""
+    """``remove_abandoned_in`` the folders of temporary files."""
     for folder in {tempfile.gettempdir(), SHORT}:
-        _remove_abandoned_in(folder)
+        remove_abandoned_in(folder)
 
 
-def _remove_abandoned_in(folder: str) -> None:
+def remove_abandoned_in(folder: str | Path) -> None:
+    """Remove the folders that this user's processes left in this one because they were killed, alone or with a whole job of
+    Slurm, and the files of such servers in /dev/shm. Other machines may share this folder; theirs stay."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             owner = OWN_FOLDER.fullmatch(entry.name)
