@@ -53,9 +53,8 @@ def step_metrics(
     of_shares = merge_over_ranks(merge_metrics([*measured, what_came_along(batch.packed)]), group)
     merged = merge_metrics([of_shares, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
-    if (
-        "advantage/std" in merged
-    ):  # without a value if all responses are masked, which must raise the alarm too
+    if "advantage/std" in merged:
+        # Without a value if all responses are masked. The alarm must hear of it too.
         numbers.setdefault("advantage/std", 0.0)
     explained = explained_variance(numbers)
     numbers |= {} if explained is None else {"critic/explained_variance": explained}
