@@ -82,22 +82,27 @@ async def own_folder(prefix: str) -> AsyncIterator[str]:
 
 
 def own_name(prefix: str) -> str:
-    """A new name for a folder, by which ``remove_abandoned`` finds it if this process did not remove it."""
+    """A new name for a folder, by which ``remove_abandoned_in`` finds it if this process did not remove it."""
     return f"{prefix}{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}"
 
 
 def remove_abandoned(prefix: str = "") -> None:
-    """Remove the folders that this user's processes left behind because they were killed, alone or with a whole job of
-    Slurm, and the files of such servers in /dev/shm. Other machines may share the temporary folder; their folders stay.
+    """``remove_abandoned_in`` the folders of temporary files.
 
     prefix: of the names of these folders; "": all kinds."""
     for folder in {tempfile.gettempdir(), SHORT}:
-        with suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(prefix) and _is_abandoned(entry):
-                    if entry.name.startswith(OF_SERVERS):
-                        remove_left(None, listed(entry.path))
-                    remove(entry.path)
+        remove_abandoned_in(folder, prefix)
+
+
+def remove_abandoned_in(folder: str | Path, prefix: str = "") -> None:
+    """Remove the folders that this user's processes left in this one because they were killed, alone or with a whole job of
+    Slurm, and the files of such servers in /dev/shm. Other machines may share this folder; theirs stay."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and _is_abandoned(entry):
+                if entry.name.startswith(OF_SERVERS):
+                    remove_left(None, listed(entry.path))
+                remove(entry.path)
 
 
 def _is_abandoned(entry: os.DirEntry) -> bool:

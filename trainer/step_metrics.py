@@ -53,6 +53,9 @@ def step_metrics(
     of_shares = merge_over_ranks(merge_metrics([*measured, what_came_along(batch.packed)]), group)
     merged = merge_metrics([of_shares, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
+    if "advantage/std" in merged:
+        # Without a value if all responses are masked. The alarm must hear of it too.
+        numbers.setdefault("advantage/std", 0.0)
     explained = explained_variance(numbers)
     numbers |= {} if explained is None else {"critic/explained_variance": explained}
     if sync is not None:

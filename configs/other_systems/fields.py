@@ -87,7 +87,7 @@ OTHER_FIELDS = _by_name({
         "max_response_length max_completion_length rollout_max_response_len generate_max_len response_length "
         "max_completion_tokens sampling.max_tokens gconfig.max_new_tokens generation.max_new_tokens actor.max_new_tokens "
         "actor_infer.generating_args.max_new_tokens max_resp_len",
-    "`rollout.stop`, texts that stay at the end of the response": "stop_strings sampling_params.stop sampling.stop generation_kwargs.stop",
+    "`rollout.stop`, texts that stay at the end of the response": "stop_strings sampling_params.stop generation_kwargs.stop",
     "`rollout.stop`, the texts of these tokens; end tokens of the model itself belong into eos_token_id of its generation_config.json":
         "stop_token_ids rollout_stop_token_ids",
     "`model.path`, a Hugging Face folder on this disk":
@@ -296,6 +296,7 @@ OTHER_FIELDS = _by_name({
     "`rollout.max_concurrency`, of all servers": "sglang_server_concurrency max_concurrent_rollouts max_inflight_rollouts initial_inflight",
     "`rollout.max_server_restarts`": "use_fault_tolerance",
     "`rollout.router`": "use_slime_router sglang_router_policy",
+    "`rollout.sglang_plugin`": "sglang_plugin",  # otherwise it would be taken for a flag of slime's
     "`rollout.weight_transfer`": "weight_update_mode weight_broadcast.type update_weight_transfer_mode",
     "`critic.warmup_steps`": "critic_warmup num_critic_only_steps freezing_steps",
     "`resume`, the folder of a run": "resume_mode resume_from_path resume_from_checkpoint load resume_step recover.mode",

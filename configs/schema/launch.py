@@ -276,7 +276,8 @@ class EvaluationConfig(Schema):
     """Evaluations sample from the fewest ids whose probabilities sum to top_p; independent of ``rollout.top_p``."""
     max_new_tokens: Tokens | None = None
     """Most tokens of a response to a held-out problem. It may be more than the learner packs, since nothing is trained on.
-    None: ``rollout.max_new_tokens``, which a penalty for length counts from in any case."""
+    In an environment it is of a turn, and ``environment.max_tokens`` limits the episode as in training. None:
+    ``rollout.max_new_tokens``, which a penalty for length counts from in any case."""
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether an evaluation follows this step of ``steps`` steps."""

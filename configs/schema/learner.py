@@ -116,13 +116,13 @@ class LearnerConfig(Schema):
     (reinforce_pp_baseline, which whitens over the step; KL in the reward)."""
     truncated_responses: Literal["train", "mask"] = "train"
     """Whether the policy learns from responses that a limit of tokens cut off: ``rollout.max_new_tokens`` the
-    last turn, or ``environment.max_tokens`` the episode. train: as from all others, by their reward. mask: none
-    of their tokens enters the loss, with its KL and entropy, the critic's loss, or a denominator of these (DAPO's
-    overlong filtering, arXiv 2503.14476). Their rewards still count in their group's baseline and in dynamic
-    sampling, as in TRL, NeMo-RL, ROLL and SkyRL; opo weights a reward by the tokens in the loss, here none. TRL's
-    means over responses (its grpo and dr_grpo) divide by the masked ones too. A minibatch whose responses are all
-    masked has a gradient of zero, as one of equal rewards has; the optimizer still steps. Gap of the engines and
-    advantages are measured without them."""
+    last turn, or ``environment.max_tokens`` the episode. A smaller limit that the environment or agent gave the last
+    turn counts too. train: as from all others, by their reward. mask: none of their tokens enters the loss, with its
+    KL and entropy, the critic's loss, or a denominator of these (DAPO's overlong filtering, arXiv 2503.14476). Their
+    rewards still count in their group's baseline and in dynamic sampling, as in TRL, NeMo-RL, ROLL and SkyRL; opo
+    weights a reward by the tokens in the loss, here none. TRL's means over responses (its grpo and dr_grpo) divide by
+    the masked ones too. A minibatch whose responses are all masked has a gradient of zero, as one of equal rewards has;
+    the optimizer still steps. Gap of the engines and advantages are measured without them."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()

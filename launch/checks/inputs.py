@@ -94,10 +94,14 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
 
         yield from finding_of("task.heldout_fraction", check_problems, task)
         if tokenizer is not None and (text := long_prompt(task)):
-            room = _prompt_room(config, "training")
             tokens = len(tokenizer.encode(text, add_special_tokens=False))
-            if room is not None and tokens > room.tokens:
-                yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
+            limits: dict[str, PromptsOf] = {"rollout.max_new_tokens": "training"}
+            if config.evaluation.max_new_tokens is not None:
+                limits["evaluation.max_new_tokens"] = "held-out"
+            for field, which in limits.items():
+                room = _prompt_room(config, which)
+                if room is not None and tokens > room.tokens:
+                    yield field, room.too_long(f"{which} prompt {text!r}", tokens)
         return
     from rollout.tasks.files import check_field
 

@@ -1,7 +1,6 @@
 """``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, to pass on."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
+from rollout.guarded_process import own_name, remove_abandoned_in
 from rollout.terminal_text import tandem_command
 from trainer.file_system import read_required
 
@@ -73,11 +73,15 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
     finished, exported = folder.hf, folder.export
     if adapter:
         finished, exported = folder.adapter, folder.exported_adapter
-    partial = _partial(out)
+    remove_abandoned_in(out.parent)  # of exports that were killed, each as large as the model
+    partial = out.with_name(own_name("tandem-export-"))
     try:
         is_final = step is None and folder.has_final_model()
+        if is_final and not finished.is_dir():
+            fix = f"leave --adapter out, or move {folder.hf} away to export those of the newest checkpoint"
+            raise BadInput(f"RUN: {finished} is missing, so its adapters cannot be copied; {fix}")
         exported_step = folder.steps_of_model([]) if is_final else _export_checkpoint(folder, step)
-        with _one_error_for(out, finished if is_final else None):
+        with _one_error_for(out, partial, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
             if is_final:
                 shutil.copytree(finished, partial)
@@ -91,14 +95,9 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         folder.export_request.unlink(missing_ok=True)
 
 
-def _partial(out: Path) -> Path:
-    """The folder that becomes OUT once it is whole. Two exports into one OUT do not share it."""
-    return out.with_name(f".{out.name}.{os.getpid()}.partial")
-
-
 @contextlib.contextmanager
-def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
-    """copied: the finished model, which the learner of a resumed run renames."""
+def _one_error_for(out: Path, partial: Path, copied: Path | None) -> Iterator[None]:
+    """partial: becomes OUT once it is whole. copied: the finished model, which the learner of a resumed run renames."""
     try:
         yield
     except OSError as error:
@@ -107,7 +106,7 @@ def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
             raise BadInput(f"{renamed}. The same command exports the newest weights") from error
         # shutil.Error lists an error for each file that could not be copied.
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else str(error)
-        if copied is not None and str(copied) in reason and str(_partial(out)) not in reason:
+        if copied is not None and str(copied) in reason and str(partial) not in reason:
             raise BadInput(f"RUN: {copied} cannot be read: {reason}; the partial copy was removed") from error
         raise BadInput(
             f"OUT: {out} cannot be written: {reason}; the partial copy was removed. Free space there, or name a folder on another disk"

@@ -22,9 +22,11 @@ _SECRET_NAME = re.compile(
 """In a name in small letters. A secret's name ends with `key` or `token`; `token_budget` and `tokenizer` are none."""
 _SECRET_VALUE = re.compile(
     r"(?P<scheme>\b(?i:bearer|authorization[\"']?\s*[:=]\s*[\"']?basic)\s+)[^\s,'\"{}\[\]]{8,}"
-    r"|(?<![\w-])(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza|eyJ)(?=\S*\d)[\w.=/+-]{16,}"
+    r"|(?<![\w-])(?:hf_|gh[pousr]_|AKIA|sk-[\w-]*?)(?=[A-Za-z]*\d)[A-Za-z\d]{16,}[\w-]*"
+    r"|(?<![\w-])(?:github_pat_|glpat-|xox[a-z]-|AIza|eyJ)(?=[\w.-]*\d)[\w.-]{16,}"
 )
-"""How the keys of well-known services look, whatever their names are: also JSON web tokens (eyJ)."""
+"""How the keys of well-known services look, whatever their names are: also JSON web tokens (eyJ). A path such as
+`hf_models/Qwen2.5-7B` is none."""
 _NOT_HIDDEN = re.compile(r"[-+\d._e,\s\[\]]*|true|false|null|~|.*_variables?|pass_secrets", re.IGNORECASE)
 _NAMED = re.compile(
     r"""
@@ -87,7 +89,7 @@ def _is_secret(key: str, value: str) -> bool:
 def started_in(file: Path) -> Path:
     """The folder of the newest recorded command, to which the paths of the run's config are relative. The current folder, if
     that cannot be read."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for command in reversed(read_commands(file)):
             if isinstance(command.get("folder"), str):
                 return Path(command["folder"])

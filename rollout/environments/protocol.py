@@ -79,7 +79,8 @@ class Context(Protocol):
         """Have the policy continue the tokens so far, and append what it samples, the end token included.
 
         Args:
-            max_new_tokens: at most ``rollout.max_new_tokens``, which is the default.
+            max_new_tokens: at most ``rollout.max_new_tokens`` (in evaluations ``evaluation.max_new_tokens``), which is the
+                default.
             stop_token_ids: tokens that end this turn, in addition to the model's own end tokens and to ``rollout.stop``.
 
         Raises:

@@ -1417,6 +1417,7 @@ def test_blocks_in_the_answers_to_other_systems_are_accepted(folder):
         ("orchestrator.sampling.max_tokens", "`rollout.max_new_tokens`"),
         ("sglang-context-length", "`rollout.server_args={context_length: ...}`"),
         ("sglang.max_running_requests", "`rollout.server_args={max_running_requests: ...}`"),
+        ("sglang_plugin", "it is `rollout.sglang_plugin`"),
         ("optimizer", "no counterpart: the optimizer is AdamW"),
     ],
 )

@@ -577,6 +577,9 @@ def test_the_penalty_and_the_next_coefficient_by_hand():
     )
     error = min(max(measured / 0.01 - 1, -0.2), 0.2)
     assert term.coefficient == pytest.approx(0.1 * (1 + error * 100 / 1000))
+    moved, all_masked = term.coefficient, batch.with_fields(response_mask_T=torch.zeros(7, dtype=torch.bool))
+    penalty_T, _ = term.penalty(all_masked, num_samples=100, total=alone)
+    assert not penalty_T.any() and term.coefficient == moved, "no token measures a KL of zero"
     assert KLInReward(KLConfig(coefficient=0.2)).penalty(batch, num_samples=100, total=alone) == (None, {})
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from configs.schema.alarms import AlarmsConfig
 from configs.schema.correction import CorrectionConfig, FunctionWeight, ImportanceWeight, RatioRule
 from configs.schema.objective import (
     ClippedObjective,
@@ -42,7 +43,7 @@ from trainer.step_metrics import (
     step_rewards,
     what_came_along,
 )
-from trainer.tracking.alarms import _Rule
+from trainer.tracking.alarms import _Rule, check_alarms
 from trainer.tracking.console import Column
 from trainer.tracking.held_out import BestAccuracy
 from trainer.weight_sync import SyncResult
@@ -171,6 +172,20 @@ def test_reductions_are_those_of_the_table():
     merged = [(name, metric) for metrics in (*measured, *updates) for name, metric in metrics.items()]
     assert {n: m.reduction for n, m in merged} == {n: entry_of(n).reduction for n, _ in merged}
     assert {entry.reduction for entry in METRICS.values()} == {*Reduction, None}
+
+
+def test_a_step_whose_responses_are_all_masked_raises_the_alarm_of_equal_advantages():
+    step, (kl, advantages, *others), _ = measured_parts()
+    masked = step.packed.with_fields(response_mask_T=torch.zeros(12, dtype=torch.bool))
+    of_none = compute_advantages(masked, step.rewards_S, step.group_ids_S, OWN_ADVANTAGE).metrics
+    names = [
+        {
+            alarm.name
+            for alarm in check_alarms(whole_step(measured=[kl, of, *others]).recorded, AlarmsConfig())
+        }
+        for of in (advantages, of_none)
+    ]
+    assert names[1] - names[0] == {"advantage_std_min"}
 
 
 def test_losses_are_means_over_minibatches_and_counts_are_sums():

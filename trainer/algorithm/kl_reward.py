@@ -80,7 +80,7 @@ class KLInReward:
         num_samples: samples of the whole step; an episode that forked is one. Every rank of ``total`` must call.
         trains_policy: whether the step updates the policy. If it does not, as in the critic's warm-up, the
         coefficient stays as it is: no update would reduce the KL, and the coefficient would drift far from a
-        useful value.
+        useful value. It also stays if all responses are masked, and no KL is measured.
         """
         if self.coefficient == 0:
             return None, {}
@@ -93,7 +93,7 @@ class KLInReward:
             "policy/kl_in_reward": Metric.quotient(measured, 1),
         }
         match self._config.controller:
-            case AdaptiveController(target=target, horizon=horizon) if trains_policy:
+            case AdaptiveController(target=target, horizon=horizon) if trains_policy and tokens:
                 self.coefficient = adaptive_coefficient(
                     self.coefficient, measured, target=target, horizon=horizon, num_samples=num_samples
                 )

@@ -65,7 +65,8 @@ _RULES = (
         badness=operator.neg,
         wrong="all advantages of the step are equal, so it teaches the policy nothing",
         cause="all samples have the same reward: the problems are too hard or too easy, the reward expects another form of answer, "
-        "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same text everywhere",
+        "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same text everywhere; "
+        "or all responses were cut off and are masked (learner.truncated_responses)",
         advice="read the responses (`tandem samples RUN`), then look at response/truncated_fraction, policy/entropy and "
         "optim/grad_norm of the steps before; after a collapse go back to an earlier checkpoint with a lower learning rate",
     ),

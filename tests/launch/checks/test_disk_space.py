@@ -8,6 +8,8 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from tests.configs.test_broken_configs import BASE, MODELS
 from tests.support.megatron_workers import make_engine, make_hf_model, make_value_engine
 from tests.support.model_folders import make_model_folder, write_weights
 
+ROOT = Path(__file__).resolve().parents[3]
 SHAPE = dict(hidden_size=256, intermediate_size=512, vocab_size=512, num_attention_heads=8)
 """Large enough that what is not tensors does not matter."""
 
@@ -252,6 +255,18 @@ def test_an_interrupted_export_leaves_nothing(finished, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_what_a_killed_export_left_beside_its_folder_is_removed_by_the_next_one(finished, tmp_path):
+    make = "import os; from rollout.guarded_process import own_name; os.mkdir(own_name('tandem-export-'))"
+    left = set(tmp_path.iterdir())
+    subprocess.run(
+        [sys.executable, "-c", make], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    (left,) = set(tmp_path.iterdir()) - left
+    (left / "model.safetensors").touch()
+    results.export(finished.path, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
+
+
 def test_two_exports_of_one_run_do_not_meet(finished, tmp_path):
     (finished.path / "roles").mkdir()
     with (finished.path / "roles" / "export-lock").open("w") as other:
@@ -287,6 +302,10 @@ def test_adapters_are_exported_alone(finished, tmp_path):
     ):
         results.export(finished.path, tmp_path / "out", adapter=True)
     finished.config.write_text(json.dumps(every_weight | {"learner": {"lora": {"rank": 2}}}))
+    with pytest.raises(
+        BadInput, match=r"^RUN: \S+/adapter is missing.*; leave --adapter out, or move \S+/hf away"
+    ):
+        results.export(finished.path, tmp_path / "out", adapter=True)
     finished.adapter.mkdir()
     config, weights = (finished.adapter / f"adapter_{name}" for name in ("config.json", "model.safetensors"))
     config.write_text("{}")

@@ -283,6 +283,11 @@ CASES = {
         overrides=("task={type: countdown}", "reward=null", "rollout.max_new_tokens=245"), field="rollout.max_new_tokens",
         error="training prompt '20 20 20=60:' has 12 tokens, but only 9 leave room",
     ),
+    "a generated held-out prompt without room": Case(
+        overrides=("task={type: countdown}", "reward=null", "evaluation.max_new_tokens=245"), field="evaluation.max_new_tokens",
+        error="held-out prompt '20 20 20=60:' has 12 tokens, but only 9 leave room for evaluation.max_new_tokens=245",
+        fix="lower evaluation.max_new_tokens",
+    ),
     "a long example of a warm start": Case(
         damage=lambda: write_jsonl("pairs.jsonl", {"prompt": "1", "response": "2"}, {"prompt": "1" * 200, "response": "2" * 60}),
         overrides=("data.apply_chat_template=false",), config="sft.yaml", field="data.path", error="pairs.jsonl:line 2: takes 260 tokens",
