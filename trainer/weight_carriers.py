@@ -29,8 +29,8 @@ def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shar
     """What carries the weights (``rollout.weight_transfer``): a backend of torch.distributed, or ``MEMORY``.
 
     Learner and servers with separate GPUs use NCCL, which does not go through host memory. NCCL refuses two
-    ranks of a group on one GPU; gloo takes a GPU's tensors through host memory and the loopback device. This
-    project has not run NCCL.
+    ranks of a group on one GPU; gloo takes a GPU's tensors through host memory and TCP, on one machine and
+    between nodes. This project has not run NCCL.
 
     Raises ValueError if the servers should read the learner's memory, and this machine does not allow it.
     """

@@ -175,7 +175,7 @@ OTHER_FIELDS = _by_name({
         "partial_rollout partial_rollout_enable staleness_threshold update_weights_interval async_enable "
         "max_off_policy_threshold max_off_policy_steps max_head_offpolicyness max_trajectory_age_steps "
         "async_generation_ratio async_queue_size async_grpo async_training max_async_level queue_size",
-    "`launch.placement`, auto, separate or colocated, which shares the GPUs of one machine":
+    "`launch.placement`, auto, separate or colocated, which shares the GPUs of all nodes":
         "colocate vllm_mode colocate_all_models colocate_all hybrid_engine colocated",
     "`launch.nodes.learner` and `launch.nodes.rollout`": "nnodes actor_num_nodes num_nodes n_nodes num_train_nodes num_infer_nodes",
     "`launch.nodes.gpus_per_node`": "n_gpus_per_node actor_num_gpus_per_node num_gpus_per_node gpus_per_node",

@@ -184,7 +184,7 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
     if config.rollout.weight_transfer == "memory" and config.launch.nodes is not None:
         yield Contradiction(
             ("rollout.weight_transfer", "launch.nodes"),
-            "rollout.weight_transfer=memory needs learner and servers on one machine, and launch.nodes gives them separate nodes",
+            "rollout.weight_transfer=memory needs learner and servers on one machine, and launch.nodes spans several",
             "set rollout.weight_transfer=broadcast, or remove launch.nodes",
         )
     if config.rollout.drain_s > config.launch.patience_s:

@@ -26,8 +26,8 @@ from configs.schema.base import (
 
 
 class NodesConfig(Schema):
-    """The nodes of the roles: the learner's first, then the servers'. The sample role is on the learner's
-    first node."""
+    """The nodes of the roles: the learner's first, then the servers'. With ``launch.placement: colocated`` both
+    have the same nodes. The sample role is on the learner's first node."""
 
     learner: Count = 1
     """Nodes of the learner."""
@@ -38,10 +38,6 @@ class NodesConfig(Schema):
     interface: str | None = None
     """Network interface by which the roles reach each other, on every node (also gloo's and NCCL's). None: the
     interface with the address of the node's host name, or else that of the default route."""
-
-    @property
-    def total(self) -> int:
-        return self.learner + self.rollout
 
 
 def _slurm_time(value: str) -> str:
@@ -134,9 +130,9 @@ class LaunchConfig(Schema):
     """None: every role on this machine, on its loopback address."""
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """separate: learner and servers have their own GPUs. colocated: they share GPUs, and each side frees its
-    memory during the other's turn. auto: colocated if one machine has too few GPUs for separate placement,
-    such as a single GPU. auto is separate otherwise, also on CPU and if ``rollout.max_staleness`` makes both
-    sides work at once."""
+    memory during the other's turn. Each of ``launch.nodes`` then has both sides. auto: colocated if one
+    machine has too few GPUs for separate placement, such as a single GPU. auto is separate otherwise, also
+    with ``launch.nodes``, on CPU, and if ``rollout.max_staleness`` makes both sides work at once."""
     slurm: SlurmConfig = SlurmConfig()
     threads_per_process: Count = 1
     """OMP threads of every process on CPU. Several processes with several threads each are 10-40 times
@@ -161,11 +157,13 @@ class LaunchConfig(Schema):
     ``tandem train``). Then all processes are ended."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
-        if self.takes_turns and self.nodes is not None:
+        nodes = self.nodes
+        if self.takes_turns and nodes is not None and nodes.learner != nodes.rollout:
             yield Contradiction(
-                ("placement",),
-                "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers separate nodes",
-                "remove one",
+                ("placement", "nodes"),
+                f"placement=colocated has learner and servers on the same nodes, but nodes.learner={nodes.learner} "
+                f"and nodes.rollout={nodes.rollout}",
+                "set both to the same number, or placement=separate",
             )
 
     @property

@@ -116,7 +116,7 @@ def _process_rows(config: RunConfig | SftConfig, runs: Sequence[str], device: De
     if "serve" in runs and isinstance(config, RunConfig):
         yield from _server_rows(config, runs, device)
     if "sample" in runs and isinstance(config, RunConfig):
-        where = device.host if config.launch.nodes is None else _node("learner", 0, config.launch.nodes)
+        where = _node(config, "learner", 0, device)
         yield "sample", where, "1 process", "CPU", FREE_PORT
         if config.rollout.router is not None:
             yield "sample: sglang-router", where, "1 process", "CPU", f"{FREE_PORT}, on this host only"
@@ -125,10 +125,10 @@ def _process_rows(config: RunConfig | SftConfig, runs: Sequence[str], device: De
 
 
 def _server_rows(config: RunConfig, runs: Sequence[str], device: Device) -> Iterator[Row]:
-    nodes, names = config.launch.nodes, placement.serve_roles(config)
+    names = placement.serve_roles(config)
     unused = 0 if "learn" in runs else min(share.first_gpu for share in placement.servers(config))
     for share in placement.servers(config):
-        where = device.host if nodes is None else _node("rollout", share.node, nodes)
+        where = _node(config, "rollout", share.node, device)
         part = f", node {share.node_rank} of {share.num_nodes}" if share.num_nodes > 1 else ""
         role = f"{names[share.node]}: SGLang {share.replica}{part}"
         ranks = f"TP {_range(share.node_rank * share.num_ranks, share.num_ranks)} of {config.rollout.tp}"
@@ -152,7 +152,7 @@ def _learner_rows(config: RunConfig | SftConfig, device: Device) -> Iterator[Row
     name = "learn" if isinstance(config, RunConfig) else "sft-rank"
     each = placement.learner_ranks_per_node(config)
     for node in range(1 if nodes is None else nodes.learner):
-        where = device.host if nodes is None else _node("learner", node, nodes)
+        where = _node(config, "learner", node, device)
         ranks = f"{_range(node * each, each)} of {config.layout.world_size}"
         yield name, where, ranks, _devices(0, each, device), _rendezvous_address(nodes, node)
 
@@ -163,9 +163,11 @@ def _rendezvous_address(nodes: NodesConfig | None, node: int) -> str:
     return f"{FREE_PORT if node == 0 else 'that of its first node'} (rendezvous)"
 
 
-def _node(side: str, number: int, nodes: NodesConfig) -> str:
-    """The learner's nodes are the first of a job."""
-    return f"node {number if side == 'learner' else nodes.learner + number} ({side} {number})"
+def _node(config: RunConfig | SftConfig, side: str, number: int, device: Device) -> str:
+    if config.launch.nodes is None:
+        return device.host
+    first = 0 if side == "learner" else placement.first_server_node(config)
+    return f"node {first + number} ({side} {number})"
 
 
 def _range(first: int, count: int) -> str:

@@ -112,7 +112,7 @@ def _print_best(found: Found) -> None:
     print(f"# each server rank: {server_text(best.rollout_memory)}")
     if placement_line := _placement_text(best, config, found.cluster):
         print(f"# {placement_line}")
-    print(to_yaml(best, config), end="")
+    print(to_yaml(best, config, found.cluster), end="")
 
 
 def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | None:
@@ -122,8 +122,7 @@ def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | No
         size = memory.size_text(cluster.gpu_bytes)
         turns = "learner and servers take turns on the same GPUs (launch.placement=colocated)"
         return f"{turns}; while weights are sent both hold {both} of {size}"
-    could = cluster.divisions(is_shared=True) and not config.rollout.max_staleness
-    if config.launch.placement != "auto" or config.launch.nodes is not None or not could:
+    if config.launch.placement != "auto" or config.launch.nodes is not None or config.rollout.max_staleness:
         return None
     return "learner and servers have separate GPUs; launch.placement=colocated plans turns on the same GPUs"
 
@@ -140,11 +139,6 @@ def _hardware(options: PlanOptions) -> HardwareConfig | None:
 
 def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
     nodes, is_shared = options.gpus_per_node, config.launch.takes_turns
-    if is_shared and options.num_gpus > nodes:
-        raise BadInput(
-            f"launch.placement=colocated shares the GPUs of one machine, but --gpus {options.num_gpus} is more than --gpus-per-node "
-            f"{nodes}; plan for at most {nodes}, or set launch.placement=separate"
-        )
     if options.num_gpus == 1 and not is_shared:
         raise BadInput(
             "--gpus 1 is too few for GPUs of learner and servers each; give 2 or more, or add launch.placement=colocated, with which "
@@ -228,7 +222,7 @@ def parts_text(pair: Plan) -> str:
     )
 
 
-def to_yaml(best: Plan, config: RunConfig) -> str:
+def to_yaml(best: Plan, config: RunConfig, cluster: Cluster) -> str:
     """Blocks to paste into a config, or to put into a file that ``extends`` it."""
     kept = ("token_budget", "logprob_chunk_tokens", "recompute")
     blocks: dict[str, dict] = {
@@ -238,6 +232,12 @@ def to_yaml(best: Plan, config: RunConfig) -> str:
     }
     if config.launch.takes_turns:  # both sides' layouts take all GPUs: separate ones would be twice as many
         blocks["launch"] = {"placement": "colocated"}
+        if (count := cluster.num_gpus // cluster.gpus_per_node) > 1:
+            blocks["launch"]["nodes"] = {
+                "learner": count,
+                "rollout": count,
+                "gpus_per_node": cluster.gpus_per_node,
+            }
     return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
 
 

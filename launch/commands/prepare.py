@@ -76,8 +76,9 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         f"cd {shlex.quote(os.getcwd())}",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()),
     ]
+    shared = ", which is one of the learner's nodes too" if config.launch.takes_turns else ""
     for node, name in enumerate(serve_roles(config)):
-        lines.append(f"# node {node} of the servers:")
+        lines.append(f"# node {node} of the servers{shared}:")
         lines.append(_logged_command(role_command("serve", folder, node=node), folder, name))
     lines.append("# first node of the learner:")
     lines.append(_logged_command(role_command("sample", folder), folder, "sample"))

@@ -1,9 +1,9 @@
 """Places the processes of a run on nodes and devices, by arithmetic on only the config, which gives the same
 result on every node.
 
-Nodes are counted within a side: the learner's from 0, and the servers' from 0. Learner ranks fill their nodes
-evenly, in order. Replicas fill the servers' nodes in order. A replica that is larger than a node takes several,
-each with an equal share of its tensor-parallel ranks.
+Nodes are counted within a side: the learner's from 0, and the servers' from 0. Colocated, both sides have the
+same nodes and GPUs. Learner ranks fill their nodes evenly, in order. Replicas fill the servers' nodes in order. A
+replica that is larger than a node takes several, each with an equal share of its tensor-parallel ranks.
 """
 
 from configs.schema import RunConfig, SftConfig
@@ -50,9 +50,16 @@ def learner_ranks_per_node(config: RunConfig | SftConfig) -> int:
     return _split_evenly(ranks, nodes, "the learner's processes (layout)", "launch.nodes.learner")
 
 
+def first_server_node(config: RunConfig | SftConfig) -> int:
+    """The servers' first node among those of the job, which begin with the learner's."""
+    nodes = config.launch.nodes
+    return 0 if nodes is None or config.launch.takes_turns else nodes.learner
+
+
 def num_nodes(config: RunConfig) -> int:
     """Nodes of a job that runs this config."""
-    return 1 if config.launch.nodes is None else config.launch.nodes.total
+    nodes = config.launch.nodes
+    return 1 if nodes is None else first_server_node(config) + nodes.rollout
 
 
 def gpus_of_node(config: RunConfig | SftConfig) -> int:
@@ -122,9 +129,12 @@ def _check_servers(config: RunConfig, nodes: NodesConfig) -> None:
 def _check_learner(config: RunConfig, nodes: NodesConfig) -> None:
     ranks, gpus, tp = learner_ranks_per_node(config), nodes.gpus_per_node, config.layout.tp
     if gpus and ranks > gpus:
+        needed = -(-config.layout.world_size // gpus)
+        more = f"launch.nodes.learner={needed}"
+        more += f" and launch.nodes.rollout={needed}" if config.launch.takes_turns else ""
         raise ValueError(
             f"the learner's {config.layout.world_size} processes (layout) put {ranks} on a node of launch.nodes.gpus_per_node={gpus}; use "
-            f"launch.nodes.learner={-(-config.layout.world_size // gpus)}, or a smaller layout"
+            f"{more}, or a smaller layout"
         )
     if gpus and ranks % tp:
         raise ValueError(

@@ -3,7 +3,7 @@
     nodes of the job           steps, each with its log in RUN/logs
     the first of the learner   learn-0: a torchrun, where those of the others meet; and beside it sample
     the others of the learner  learn-1, ...
-    those of the servers       serve-0, serve-1, ...
+    those of the servers       serve-0, serve-1, ...; colocated, these are the learner's nodes
 
     what ends it                                     what follows
     the run has done all its steps                   exit code 0
@@ -43,7 +43,13 @@ from launch.commands.train import adding_causes, print_message, print_result, wi
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
 from launch.processes.going_on import job_command, way_on
-from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
+from launch.processes.placement import (
+    first_server_node,
+    gpus_of_node,
+    learner_ranks_per_node,
+    num_nodes,
+    serve_roles,
+)
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.processes.unheard import go_on_unheard
@@ -125,7 +131,9 @@ def _wait_for_outcome(folder: RunFolder, config: RunConfig) -> stopping.Outcome 
 def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     nodes = config.launch.nodes
     if len(job.nodes) != num_nodes(config):
-        needed = f"{nodes.learner} + {nodes.rollout} nodes" if nodes is not None else "one node"
+        needed = "one node" if nodes is None else f"{nodes.learner} + {nodes.rollout} nodes"
+        if nodes is not None and config.launch.takes_turns:
+            needed = f"{counted(nodes.learner, 'node')} (launch.placement=colocated)"
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
         again = f"`{job_command(folder)}` makes a new script"
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
@@ -183,7 +191,7 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     nodes, env, gpus = config.launch.nodes, _environment(config), gpus_of_node(config)
     # On one node all three share its GPUs, of which the learner has the first.
     learners = job.nodes if nodes is None else job.nodes[: nodes.learner]
-    servers = job.nodes if nodes is None else job.nodes[nodes.learner :]
+    servers = job.nodes[first_server_node(config) :]
 
     def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:
         command = [*_srun(name, host, config, gpus=gpus), *_in_container(config, command)]

@@ -66,11 +66,11 @@ class Cluster:
     gpus_per_node: int = 8
 
     def divisions(self, *, is_shared: bool) -> list[tuple[int, int]]:
-        """(GPUs of the learner, GPUs of the servers). Turns take all GPUs of one machine, for either side."""
-        if is_shared:
-            return [(self.num_gpus, self.num_gpus)] if self.num_gpus <= self.gpus_per_node else []
+        """(GPUs of the learner, GPUs of the servers). Turns take all GPUs, for either side."""
         # Servers take any number within one node, whole nodes of several.
         step = 1 if self.num_gpus <= self.gpus_per_node else self.gpus_per_node
+        if is_shared:
+            return [] if self.num_gpus % step else [(self.num_gpus, self.num_gpus)]
         return [(self.num_gpus - size, size) for size in range(step, self.num_gpus, step)]
 
 

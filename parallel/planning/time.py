@@ -9,7 +9,8 @@
 
     step = sampling + training + transfer,  or  max(sampling, training) + transfer  with rollout.max_staleness >= 1
 
-With ``launch.placement: colocated`` both sides have all GPUs, one after the other.
+With ``launch.placement: colocated`` both sides have all GPUs, one after the other. Weights then go through host
+memory, which counts as no time.
 
 Every rank has as much to do as the others, and every micro-batch as much as any. A description of the hardware
 (``configs/schema/hardware.py``) has the rates. ``assumptions`` says in sentences what an estimate rests on.
@@ -156,7 +157,7 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
     if config.launch.takes_turns:
         said.append(
             "learner and servers take turns; moving the learner to host memory and back at every step takes no time, and weights go "
-            "over the links (launch.placement=colocated)"
+            "over the links, while their way through host memory takes no time (launch.placement=colocated)"
         )
     if rollout.max_staleness:
         said.append(

@@ -1065,9 +1065,9 @@ TABLE = {
         options="rollout.request_timeout_s=1000", field="rollout.request_timeout_s, launch.collective_timeout_s", value="1000",
         error="the learner waits for samples for 1620 s", fix="set launch.collective_timeout_s=2223 or more, or lower",
     ),
-    "shared GPUs of two sides' nodes": Broken(
-        options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
-        error="nodes gives learner and servers separate nodes", fix="remove one",
+    "shared GPUs of other nodes": Broken(
+        options=f"launch.placement=colocated {NODES} launch.nodes.rollout=1", field="launch.placement, launch.nodes",
+        value="colocated", error="on the same nodes, but nodes.learner=2 and nodes.rollout=1", fix="set both to the same number",
     ),
     "memory of another machine": Broken(
         options=f"rollout.weight_transfer=memory {NODES}", field="rollout.weight_transfer, launch.nodes", value="memory",

@@ -24,7 +24,7 @@ from configs.schema.layout import LayoutConfig, layout_text
 from launch.checks import config as checks
 from launch.cli import app
 from launch.commands import train as training
-from launch.processes.placement import check_placement
+from launch.processes.placement import check_placement, num_nodes
 from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, stage_parameters, worst_stage
 from parallel.planning.other_models import critic_architecture
@@ -359,7 +359,7 @@ def row_of(file: str) -> str:
     config = load_config(RECIPES / file)
     gpu_gib = 48 if "0_5b" in file and "studies" in file else 80
     learner, server = memory_of(config, gpu_gib * GIB)
-    nodes = f"{config.launch.nodes.total} nodes" if config.launch.nodes else "1 machine"
+    nodes = f"{num_nodes(config)} nodes" if config.launch.nodes else "1 machine"
     servers = f"tp={config.rollout.tp} × {config.rollout.replicas}"
     task = "GSM8K" if config.task.type == "gsm8k" else "DAPO-math"
     cells = (

@@ -2,7 +2,8 @@
 network that fails.
 
 Each run loses the network in the middle of sampling: right after a step's line, with a server that samples
-two responses at a time. The job on a real Slurm is pre-empted before, in both ways.
+two responses at a time. The job on a real Slurm is pre-empted before, in both ways; until the first, learner and
+servers take turns on both nodes.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.loader import load_config, resolved_yaml
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.slurm.cluster import ADDRESSES, HOSTS, Cluster, slurm_on_two_hosts, two_hosts
 from tests.support.slurm.runs import (
@@ -31,6 +33,14 @@ STEPS = 9
 SHORT_CUT_S = 4.0
 SLOW = ("rollout.server_args={max-running-requests: 1}", "launch.peer_timeout_s=12", f"steps={STEPS}")
 pytestmark = [pytest.mark.engines, pytest.mark.cluster]
+
+
+def placed(placement: str, nodes: int) -> list[str]:
+    """Each side on ``nodes`` nodes, with a replica on every one."""
+    counts = (
+        f"{field}={nodes}" for field in ("launch.nodes.learner", "launch.nodes.rollout", "rollout.replicas")
+    )
+    return [f"launch.placement={placement}", *counts]
 
 
 def prepared(cluster: Cluster, cwd: Path) -> tuple[Path, dict[str, str]]:
@@ -118,17 +128,25 @@ def test_a_job_that_is_preempted_twice_and_loses_a_node_goes_on_by_itself(tmp_pa
         for host in HOSTS:
             assert f"{host}: nothing found that would keep a run from working" in checked, checked
 
-        job, run = submit(cluster, tmp_path, *SLOW, "launch.slurm.max_restarts=20")
+        job, run = submit(cluster, tmp_path, *SLOW, *placed("colocated", 2), "launch.slurm.max_restarts=20")
         wait_for_steps(cluster, job, run, 1)
-        assert (
-            cluster.steps(job).items() >= {"learn-0": "hosta", "sample": "hosta", "serve-0": "hostb"}.items()
-        )
+        first_node = {name: "hosta" for name in ("learn-0", "sample", "serve-0")}
+        second_node = {name: "hostb" for name in ("learn-1", "serve-1")}
+        assert cluster.steps(job).items() >= (first_node | second_node).items()
         status = cluster.tandem("status", str(run), cwd=tmp_path)
         assert re.search(r"^state +running$", status, re.MULTILINE), status
         assert re.search(rf"^job +{job} RUNNING on host\[?a", status, re.MULTILINE), status
 
         wait_for_steps(cluster, job, run, 2)
-        cluster.run("scontrol", "requeue", job)  # SIGTERM to every process of the job, as a pre-emption
+        # SIGTERM to every process of the job, as a pre-emption. It stays held until its sides are separate.
+        cluster.run("scontrol", "requeuehold", job)
+        cluster.wait_for_job(job, "PENDING", "REQUEUE_HOLD")
+        cluster.wait_for(
+            lambda: checkpoints_of(run) == steps_of(run)[-1:], "the checkpoint of the last complete step"
+        )
+        separate = load_config(run / "config.yaml", placed("separate", 1))
+        (run / "config.yaml").write_text(resolved_yaml(separate))
+        cluster.run("scontrol", "release", job)
 
         def is_started_again(restarts: int) -> bool:
             state = cluster.job(job)
@@ -137,6 +155,9 @@ def test_a_job_that_is_preempted_twice_and_loses_a_node_goes_on_by_itself(tmp_pa
         # The start before it may have gone further than was asked: a busy machine looks late.
         cluster.wait_for(lambda: is_started_again(1), "the job to be started again")
         wait_for_steps(cluster, job, run, max(4, len(steps_of(run)) + 1))
+        assert (
+            cluster.steps(job).items() >= {"learn-0": "hosta", "sample": "hosta", "serve-0": "hostb"}.items()
+        )
         cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
 
         # Steps may be faster than the signal's way through Slurm and the batch script.

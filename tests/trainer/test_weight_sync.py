@@ -667,6 +667,7 @@ def test_publish_serves_the_learners_bytes_under_the_next_version(
         ({}, None, True, True, False, "gloo"),
         ({}, NodesConfig(), False, False, True, "gloo"),
         ({}, NodesConfig(), False, True, True, "nccl"),
+        ({}, NodesConfig(), True, True, True, "gloo"),
         ({"sglang_plugin": False}, None, False, False, True, "gloo"),
         ({"weight_transfer": "broadcast"}, None, True, True, True, "gloo"),
         ({"weight_transfer": "broadcast"}, None, False, False, True, "gloo"),

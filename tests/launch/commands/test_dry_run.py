@@ -294,6 +294,18 @@ def test_a_server_on_several_nodes(folder):
     ]
 
 
+def test_colocated_sides_of_two_nodes(folder):
+    nodes = "launch.nodes={learner: 2, rollout: 2, gpus_per_node: 2}"
+    sides = ["layout.dp=4", "rollout.tp=2", "rollout.replicas=2", "launch.placement=colocated"]
+    assert [(row[0], row[1], row[3]) for row in table(config(*sides, nodes))] == [
+        ("serve-0: SGLang 0", "node 0 (rollout 0)", "GPU 0-1"),
+        ("serve-1: SGLang 1", "node 1 (rollout 1)", "GPU 0-1"),
+        ("sample", "node 0 (learner 0)", "CPU"),
+        ("learn", "node 0 (learner 0)", "GPU 0-1"),
+        ("learn", "node 1 (learner 1)", "GPU 0-1"),
+    ]
+
+
 # -----------------------------------------------------------------------------------------------------------------------
 # batch
 

@@ -15,6 +15,7 @@ from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.device_memory import memory_lines, memory_problems, need_of
 from launch.checks.devices import device_of
 from launch.commands.plan_page import at_its_peak, lanes
+from launch.processes.placement import check_placement, num_nodes
 from parallel.planning.architecture import architecture_of
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import fitting_layouts, rollout_sizes
@@ -44,12 +45,12 @@ def run(config: Path, *arguments: str, gpus: int = 8):
     return tandem("plan", config.name, "--gpus", str(gpus), *arguments, cwd=config.parent)
 
 
-def timed(config: Path, *overrides: str, gpus: int = 16, gpu: str = "h100"):
+def timed(config: Path, *overrides: str, gpus: int = 16, gpu: str = "h100", per_node: int = 8):
     loaded = load_config(config, [*overrides, "layout.dp=1"])
     assert isinstance(loaded, RunConfig)
     lengths = Lengths(prompt=256, response=2048, longest=4096, spread=0.5)
-    timing = Timing(machine=Machine(hardware=read_hardware(gpu), gpus_per_node=8), lengths=lengths)
-    cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
+    timing = Timing(machine=Machine(hardware=read_hardware(gpu), gpus_per_node=per_node), lengths=lengths)
+    cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30, gpus_per_node=per_node)
     return plan(architecture_of(MODEL), loaded, cluster, timing=timing), loaded
 
 
@@ -150,17 +151,34 @@ def test_turns_are_printed_with_yaml_that_says_so(config):
     assert "placement: " not in separate.stdout
 
 
+def test_turns_of_two_nodes_are_printed_with_yaml_that_loads_and_is_placed(config):
+    done = run(config, "--gpu", "h100", "--top", "1", COLOCATED, "--gpus-per-node", "4")
+    assert done.returncode == 0, done.stderr
+    pasted = yaml.safe_load(done.stdout[done.stdout.index("layout:") :])
+    nodes = {"learner": 2, "rollout": 2, "gpus_per_node": 4}
+    assert pasted["launch"] == {"placement": "colocated", "nodes": nodes}
+    (config.parent / "planned.yaml").write_text(yaml.safe_dump({"extends": "run.yaml"} | pasted))
+    planned = load_config(config.parent / "planned.yaml")
+    assert isinstance(planned, RunConfig)
+    assert planned.layout.world_size == planned.rollout.tp * planned.rollout.replicas == 8
+    assert (num_nodes(planned), check_placement(planned)) == (2, [])
+
+
 def test_a_step_of_turns_is_sampling_then_training_of_the_same_layouts(config):
     """As on twice as many GPUs, where each side has its own: the same layouts sample and train for as long. The weights
-    then go to the other node, and with turns they stay within one."""
+    then go to the other node, and with turns they stay within one, unless the nodes are half as large."""
     turns, _ = timed(config, COLOCATED, gpus=8)
     separate = {layouts_of(each): each.time for each in timed(config, gpus=16)[0]}
-    assert len(turns) > 5
+    over_nodes = {layouts_of(each): each.time for each in timed(config, COLOCATED, gpus=8, per_node=4)[0]}
+    assert len(turns) == len(over_nodes) > 5, "no tensor-parallel group is larger than the smaller nodes"
     for each in turns:
         apart = separate[layouts_of(each)]
         assert each.time is not None and apart is not None
         assert (each.time.sampling, each.time.training) == (apart.sampling, apart.training)
         assert each.time.transfer < apart.transfer
+        spread = over_nodes[layouts_of(each)]
+        assert spread is not None
+        assert (spread.sampling, spread.transfer) == (apart.sampling, apart.transfer)
         parts = each.time.sampling.total + each.time.training.total + each.time.transfer
         assert each.time.total == pytest.approx(parts)
 
@@ -215,7 +233,7 @@ def test_a_description_of_ones_own_is_taken(config):
         (["--gpu-memory", "80", "--report", "page.html"], ["--report", "add --gpu (a100, cpu, h100, h200"]),
         (["--gpu-memory", "80", "--prompt-tokens", "1", "--report", "page.html"], ["--prompt-tokens", "add --gpu"]),
         (["--gpu-memory", "80", "--response-tokens", "9"], ["--response-tokens", "add --gpu"]),
-        (["--gpu", "h100", "--gpus", "16", COLOCATED], ["--gpus 16", "--gpus-per-node 8", "launch.placement=separate"]),
+        (["--gpu", "h100", "--gpus", "12", COLOCATED], ["--gpus 12", "--gpus-per-node 8", "use a multiple of it"]),
         (["--gpu", "h100", "--gpus", "1"], ["--gpus 1 is too few", "add launch.placement=colocated"]),
         (["--gpu", "a100", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "peak_tflops.fp8"]),
     ],

@@ -311,6 +311,8 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
     assert "# first node of the learner: this host; for another one give --endpoint HOST:PORT" in several
     prepare(config_file(tmp_path, model), ["launch.nodes.learner=1"])
     assert "--rdzv-backend=tandem --nproc-per-node=4 -m launch learn" in capsys.readouterr().out
+    prepare(config_file(tmp_path, model), ["launch.placement=colocated"])
+    assert "# node 1 of the servers, which is one of the learner's nodes too:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

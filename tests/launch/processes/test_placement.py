@@ -11,7 +11,9 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from launch.processes.placement import (
     check_placement,
+    first_server_node,
     learner_ranks_per_node,
+    num_nodes,
     serve_roles,
     servers,
     servers_on,
@@ -46,6 +48,14 @@ def test_one_machine_gives_the_servers_the_gpus_after_the_learners():
 
 def test_colocated_servers_start_at_the_first_gpu():
     assert [s.first_gpu for s in servers(config(replicas=2, tp=4, dp=8, placement="colocated"))] == [0, 4]
+
+
+@pytest.mark.parametrize(("placement", "first", "total"), [("separate", 2, 4), ("colocated", 0, 2)])
+def test_colocated_servers_have_the_learners_nodes(placement, first, total):
+    found = config(replicas=4, tp=4, nodes=NodesConfig(learner=2, rollout=2), dp=16, placement=placement)
+    assert (first_server_node(found), num_nodes(found)) == (first, total)
+    assert [(s.node, s.first_gpu) for s in servers(found)] == [(0, 0), (0, 4), (1, 0), (1, 4)]
+    assert (learner_ranks_per_node(found), check_placement(found)) == (8, [])
 
 
 def test_replicas_fill_their_nodes_in_order():
@@ -92,7 +102,11 @@ def test_a_replica_larger_than_a_node_takes_several():
             config(replicas=2, tp=8, nodes=NodesConfig(rollout=3), dp=8),
             "fits on one node of launch.nodes.gpus_per_node=8, but launch.nodes.rollout=3",
         ),
-        (config(tp=8, nodes=NodesConfig(learner=1), dp=16), "use launch.nodes.learner=2"),
+        (config(tp=8, nodes=NodesConfig(learner=1), dp=16), "use launch.nodes.learner=2, or"),
+        (
+            config(tp=8, nodes=NodesConfig(learner=1), dp=16, placement="colocated"),
+            "use launch.nodes.learner=2 and launch.nodes.rollout=2, or",
+        ),
         (
             config(tp=8, nodes=NodesConfig(learner=3), dp=16),
             "the learner's processes (layout): 16 cannot be spread evenly",

@@ -333,6 +333,15 @@ def test_the_first_nodes_are_the_learners_and_meet_at_the_first(tmp_path, monkey
     }
 
 
+def test_colocated_sides_are_steps_on_the_same_nodes_with_all_gpus(tmp_path):
+    config = config_with(learner=2, rollout=2, gpus=8, placement="colocated")
+    steps = steps_of(config, tmp_path, "a", "b")
+    places = {name: (options["nodelist"], options["gres"]) for name, (options, _) in steps.items()}
+    each = {f"{role}-{i}": (node, "gpu:8") for role in ("learn", "serve") for i, node in enumerate("ab")}
+    assert places == each | {"sample": ("a", "none")}
+    assert [steps[f"serve-{i}"][1][-2:] for i in range(2)] == [["--node", "0"], ["--node", "1"]]
+
+
 def test_a_restart_does_not_meet_what_is_left_of_the_last_start(tmp_path):
     label = [
         next(
@@ -733,6 +742,13 @@ def test_a_job_of_other_nodes_is_refused_for_good(stage, saved):
     resume = f" resume={stage.folder.path}" if saved else ""
     assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes a new script" in output
     assert stage.asked() == [] and stage.steps() == []
+
+
+def test_a_colocated_job_of_other_nodes_is_refused(stage):
+    stage.folder.config.write_text(resolved_yaml(config_with(learner=2, rollout=2, placement="colocated")))
+    code, output = stage.run("n1,n2,n3,n4")
+    assert (code, stage.asked(), stage.steps()) == (2, [], [])
+    assert "takes 2 nodes (launch.placement=colocated), but job 17 has 4" in output
 
 
 def test_a_run_of_one_machine_is_refused_on_two_nodes(stage):
