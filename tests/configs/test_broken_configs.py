@@ -342,6 +342,9 @@ TABLE = {
     "one choice": Broken(
         options="rollout.top_k=1", field="rollout.top_k", value="1", error="leaves no choice to learn from", fix="set top_k to 2 or more",
     ),
+    "an evaluation from no ids": Broken(
+        options="evaluation.top_k=0", field="evaluation.top_k", value="0", error="leaves no id", fix="-1 for all ids, or to 1 or more",
+    ),
     "more kept ids than SGLang returns": Broken(
         options="rollout.top_k=5000", field="rollout.top_k", value="5000", error="less than or equal to 4096", fix="at most 4096",
     ),
