@@ -194,6 +194,7 @@ OTHER_FIELDS = _by_name({
     "`evaluation.top_p`": "eval_top_p val_kwargs.top_p eval.sampling.top_p",
     "`evaluation.top_k`": "eval_top_k val_kwargs.top_k eval.sampling.top_k",
     "`evaluation.max_new_tokens`": "eval_max_response_len eval.sampling.max_completion_tokens eval.sampling.max_tokens",
+    "`learner.freeze_router`": "freeze_moe_router moe_router_freeze_gate freeze_e_score_correction_bias",
     "`rollout.temperature`": "actor.temperature",
     "`learner.optimizer.schedule`, whose warm-up is `learner.optimizer.warmup_steps`": "policy.scheduler",
     "`correction=decoupled_token_is`, a weight per token, truncated at 2": "use_tis tis_clip tis_imp_ratio_cap",
@@ -363,8 +364,8 @@ WITHOUT_COUNTERPART = _by_name({
     "the pipeline's stages have the same number of layers, the last one may have fewer":
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage "
         "num_layers_in_last_pipeline_stage",
-    "a router of experts is trained as the other weights are, without a loss or a bias that balances the experts":
-        "moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate freeze_moe_router router_aux_loss_coef",
+    "no loss and no bias balances the experts; a router is trained by the policy's loss, or frozen by `learner.freeze_router`":
+        "moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate router_aux_loss_coef",
     "replacements are sampled one by one, as soon as a group turns out to have no signal (`rollout.dynamic_sampling`)":
         "gen_batch_size over_sampling_batch_size oversampling_factor batch_multiplier",
     "no layer has dropout": "attention_dropout hidden_dropout embd_pdrop resid_pdrop disable_dropout",

@@ -178,7 +178,11 @@ def _mlp_bytes(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: 
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
         # Of gpt-oss the sum with the bias, both clamped halves, and what Megatron's operations keep.
         halves = 3 if e.clamp is None else 7
-        copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
+        copied = (
+            4 * a.hidden_size
+            if e.float32_logits and b == 2 and not work.lora and not work.freeze_router
+            else 0
+        )
         shared = tokens * (2 if work.lora else 3) * b * e.shared_size // layout.tp
         if e.has_shared_gate:  # the output and the gate that it is multiplied by
             shared += rows * b * (a.hidden_size + 1)

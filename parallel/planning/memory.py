@@ -77,13 +77,17 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     AdamW's two moments, 8 P, and a float32 copy of the weights, 4 P, unless they are float32 themselves. The
     distributed optimizer divides these 8 or 12 P over the ranks that hold the same parameters: tp cp dp / ep
     ranks for experts, cp dp ranks for all others. With adapters P of gradients and optimizer are the adapters'
-    (``adapter_parameters``), and parameters have b of each more.
+    (``adapter_parameters``), and parameters have b of each more. Frozen routers are in the parameters alone.
     """
     parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
     critic, updates = (0, 0, 0), [_update_bytes(architecture, layout, work, stage, output=True)]
     if work.critic is not None:  # trained whole
         of_critic = replace(
-            work, dtype=work.critic_dtype, distributed_optimizer=work.critic_distributed, lora=None
+            work,
+            dtype=work.critic_dtype,
+            distributed_optimizer=work.critic_distributed,
+            lora=None,
+            freeze_router=False,
         )
         critic = _trained_bytes(work.critic, layout, of_critic, stage, output=False)
         updates.append(_update_bytes(work.critic, layout, of_critic, stage, output=False))
@@ -121,23 +125,43 @@ def _trained_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
 ) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) of a model with an optimizer."""
-    shared, expert = trained_parameters(architecture, layout, stage, work.lora, output=output)
-    frozen = 0 if work.lora is None else sum(stage_parameters(architecture, layout, stage))
+    shared, expert = trained_parameters(
+        architecture, layout, stage, work.lora, freeze_router=work.freeze_router, output=output
+    )
     state = trained = shared + expert
+    held = sum(stage_parameters(architecture, layout, stage, output=output)) + (trained if work.lora else 0)
     if work.distributed_optimizer:
         copies, expert_copies = copies_of(layout)
         state = -(-shared // copies) + -(-expert // expert_copies)
     per_number = 8 if work.dtype_bytes == 4 else 12  # AdamW's
-    return work.dtype_bytes * (frozen + trained), 4 * trained, per_number * state
+    return work.dtype_bytes * held, 4 * trained, per_number * state
 
 
 def trained_parameters(
-    architecture: Architecture, layout: LayoutConfig, stage: int, lora: LoraConfig | None, *, output: bool
+    architecture: Architecture,
+    layout: LayoutConfig,
+    stage: int,
+    lora: LoraConfig | None,
+    *,
+    freeze_router: bool,
+    output: bool,
 ) -> tuple[int, int]:
-    """``stage_parameters`` that have a gradient: with adapters only theirs."""
+    """``stage_parameters`` that have a gradient: with adapters only theirs, else all but frozen routers."""
     if lora is not None:
         return adapter_parameters(architecture, layout, lora), 0
-    return stage_parameters(architecture, layout, stage, output=output)
+    shared, expert = stage_parameters(architecture, layout, stage, output=output)
+    if freeze_router and architecture.experts:
+        sparse = sum(
+            architecture.experts.is_sparse[layer] for layer in stage_layers(architecture, layout, stage)
+        )
+        shared -= sparse * router_parameters(architecture)
+    return shared, expert
+
+
+def router_parameters(architecture: Architecture) -> int:
+    """Of one layer: H E, and E biases in a model with sinks."""
+    assert architecture.experts is not None
+    return architecture.experts.num_experts * (architecture.hidden_size + architecture.family.has_sinks)
 
 
 def stage_parameters(
@@ -159,11 +183,10 @@ def stage_parameters(
         shared += sum(split for split, _ in numbers) // t + sum(whole for _, whole in numbers)
         shared += a.layer_norms * a.hidden_size
         if a.experts and a.experts.is_sparse[layer]:
-            shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
+            shared += router_parameters(a) + a.hidden_size * (3 * a.experts.shared_size // t)
             shared += a.hidden_size if a.experts.has_shared_gate else 0
             of_expert = 3 * a.hidden_size * a.experts.intermediate_size
             if a.family.has_sinks:
-                shared += a.experts.num_experts
                 of_expert += 2 * a.experts.intermediate_size + a.hidden_size
             expert += a.experts.num_experts // layout.ep * of_expert
         else:

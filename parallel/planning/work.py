@@ -28,6 +28,7 @@ class Work:
     num_microbatches: int | None = None
     """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
     lora: LoraConfig | None = None
+    freeze_router: bool = False
     has_reference: bool = False
     """Whether a reference policy has its own weights. With adapters the reference is the policy without
     them."""
@@ -75,6 +76,7 @@ def work_of(
         recompute=config.learner.recompute if is_rl else "none",
         distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
         lora=config.learner.lora if is_rl else None,
+        freeze_router=is_rl and config.learner.freeze_router,
         has_reference=is_rl and config.has_reference_weights,
         reference=reference,
         reference_dtype=((is_rl and config.kl.model) or config.model).dtype,

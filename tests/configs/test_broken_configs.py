@@ -665,6 +665,10 @@ TABLE = {
         options="resume=stopped_early learner.optimizer.distributed=false", field="learner.optimizer.distributed", value="false",
         error="`learner.optimizer.distributed` of stopped_early is true, but false was given", fix="or start a new run",
     ),
+    "resume with routers that were trained": Broken(
+        options="resume=stopped_early learner.freeze_router=true", field="learner.freeze_router", value="true",
+        error="`learner.freeze_router` of stopped_early is false, but true was given", fix="or start a new run",
+    ),
     "resume of another run": Broken(
         options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
         fix="or start a new run",
@@ -950,6 +954,10 @@ TABLE = {
     ),
     "routing replay of old for a dense model": Broken(
         options="learner.routing=old learner.minibatches=2", field="learner.routing", value="old",
+        error="the qwen3 model at dense has no experts", fix="leave it out",
+    ),
+    "a frozen router of a dense model": Broken(
+        options="learner.freeze_router=true", field="learner.freeze_router", value="true",
         error="the qwen3 model at dense has no experts", fix="leave it out",
     ),
     "routing replay of old with one minibatch": Broken(
