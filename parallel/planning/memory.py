@@ -15,7 +15,13 @@ from dataclasses import dataclass, fields, replace
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
-from parallel.planning.activations import activation_bytes, logits_beside, waiting_gradient
+from parallel.planning.activations import (
+    activation_bytes,
+    batch_kept_bytes,
+    kept_beside,
+    logits_beside,
+    waiting_gradient,
+)
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.planning.work import BYTES, Work, copies_of, in_flight, row_counts, stage_layers
@@ -27,6 +33,8 @@ NUM_BUFFERS = {"cuda": 2, "cpu": 3}
 """Such buckets by device of which memory is kept, for each kind: one is filled while the others are sent. On one machine
 servers take longer for a large tensor that needs no buffer than the next bucket takes to be filled; a third one is filled
 then."""
+OF_AN_UPDATE = ("activations", "logits", "kept_ids", "pipeline")
+"""Items that are in memory while a model is updated, and not while weights are sent."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for the items of this file."""
 
@@ -42,9 +50,11 @@ class LearnerMemory:
     reference: int
     critic: int
     """Parameters, gradients and optimizer state of the value model."""
-    # Policy and critic are updated one after the other: these three are of the one that takes more.
+    # Policy and critic are updated one after the other: these four are of the one that takes more.
     activations: int
     logits: int
+    kept_ids: int
+    """Those of a truncated sampler; see ``activations.kept_beside``."""
     pipeline: int
     transfer: int
 
@@ -55,7 +65,11 @@ class LearnerMemory:
     @property
     def total(self) -> int:
         """Bytes at the worst moment, in the backward pass or while weights are sent, when activations are gone."""
-        return self.lasting + max(self.activations + self.logits + self.pipeline, self.transfer)
+        return self.lasting + max(self.passing, self.transfer)
+
+    @property
+    def passing(self) -> int:
+        return sum(getattr(self, name) for name in OF_AN_UPDATE)
 
     def items(self) -> dict[str, int]:
         """Names and bytes of the items above zero."""
@@ -94,7 +108,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     reference = parameters if work.has_reference else 0
     if work.reference is not None:
         reference = BYTES[work.reference_dtype] * sum(stage_parameters(work.reference, layout, stage))
-    activations, logits, pipeline = max(updates, key=sum)
+    activations, logits, kept_ids, pipeline = max(updates, key=sum)
     return LearnerMemory(
         stage=stage,
         parameters=parameters,
@@ -104,6 +118,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         critic=sum(critic),
         activations=activations,
         logits=logits,
+        kept_ids=kept_ids,
         pipeline=pipeline,
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
     )
@@ -111,14 +126,16 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
 
 def _update_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
-) -> tuple[int, int, int]:
-    """Bytes of an update of one model: (activations, logits, pipeline). ``output=False``: a critic, without logits."""
+) -> tuple[int, int, int, int]:
+    """Bytes of an update of one model, by ``OF_AN_UPDATE``. ``output=False``: a critic, without logits."""
     activations = activation_bytes(architecture, layout, work, stage)
-    logits = 0
+    logits, kept_ids = 0, batch_kept_bytes(architecture, work)
     if output:
         activations += waiting_gradient(architecture, layout, work)
-        logits = logits_beside(architecture, layout, work, stage) if stage == layout.pp - 1 else 0
-    return activations, logits, _pipeline_bytes(architecture, layout, work, stage)
+    if output and stage == layout.pp - 1:
+        logits = logits_beside(architecture, layout, work, stage)
+        kept_ids = kept_beside(architecture, layout, work, stage)
+    return activations, logits, kept_ids, _pipeline_bytes(architecture, layout, work, stage)
 
 
 def _trained_bytes(

@@ -236,6 +236,35 @@ def test_passes_in_flight(layout, stage, microbatches, passes):
     assert in_flight(LayoutConfig(dp=1, **layout), stage, microbatches) == passes
 
 
+def test_kept_ids_by_hand():
+    """4096 ids of each of 16384 tokens, 64 Mi in all. With the logits there, an int32 copy, two int64 numbers, and for each of
+    1024 tokens of a chunk an int64 and a float32. Before them, where they are smaller: an int32 twice, and what makes the rest."""
+    architecture, ids = read_architecture(QWEN2), 4096 * 16384
+    work = replace(GPU_WORK, recompute="none", kept_ids=4096)
+
+    def of(work, stage=0, **layout):
+        return learner_memory(architecture, LayoutConfig(dp=1, **layout), work, stage)
+
+    whole = of(work)
+    assert whole.kept_ids == 20 * ids + 12 * 4096 * 1024
+    assert whole.passing == of(replace(work, kept_ids=0)).passing + whole.kept_ids
+    assert of(work, tp=4).kept_ids == 49 * ids - of(work, tp=4).logits > 20 * ids + 12 * 4096 * 1024
+    assert of(work, pp=2).kept_ids == 4 * ids and of(work, 1, pp=2).kept_ids == whole.kept_ids
+    assert of(work, cp=8).kept_ids == 20 * ids // 8 + 12 * 4096 * 1024
+    # Under recompute the logits find the room of a whole layer empty.
+    again = replace(work, recompute="full")
+    room = logits_bytes(architecture, LayoutConfig(dp=1), again) - of(again).logits
+    assert room > 0 and of(again).kept_ids == whole.kept_ids
+    wide = replace(again, token_budget=65536, kept_ids=20)
+    layer = of(wide)
+    assert layer.logits == layer.kept_ids == 0, "a whole layer is more than logits and ids"
+    few = read_architecture(QWEN2 | {"vocab_size": 1000})
+    assert learner_memory(few, LayoutConfig(pp=2, dp=1), work, 0).kept_ids == 4 * 1000 * 16384
+    config = {"model": {"path": "m"}, "task": {"type": "countdown"}, "rollout": {"top_k": 64}}
+    assert work_of(RunConfig.model_validate(config), "cuda").kept_ids == 64
+    assert work_of(RunConfig.model_validate(config | {"rollout": {}}), "cuda").kept_ids == 0
+
+
 @pytest.mark.parametrize(
     ("layout", "stage", "microbatches", "outputs"),
     [
