@@ -185,7 +185,10 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
         hidden_TH, weight_VH, targets_T, log_z_T, entropy_T, *kept = ctx.saved_tensors
-        kept_here = _KeptHere(*kept, ctx.settings.chunk_tokens, ctx.bounds) if kept else None
+        kept_here = None
+        if kept:
+            is_limited_T, tokens_M, columns_M = kept
+            kept_here = _KeptHere(is_limited_T, tokens_M, columns_M, ctx.settings.chunk_tokens, ctx.bounds)
         dtype, temperature = ctx.settings.dtype, ctx.settings.temperature
         rows_VH = weight_VH[: ctx.count].to(dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)

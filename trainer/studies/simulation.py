@@ -205,6 +205,7 @@ class _Sampler:
             response_digest=digest(tokens[start:]),
             finish_reason=FinishReason.LENGTH,
         )
+        num_kept, kept_ids = self._kept(tokens, is_response)
         return Trajectory(
             group_id=0,
             sibling_id=sibling,
@@ -216,16 +217,19 @@ class _Sampler:
             turns=[turn],
             reward=float(sibling % 2),
             reward_parts={},
-            **self._kept(tokens, is_response),
+            num_kept=num_kept,
+            kept_ids=kept_ids,
         )
 
-    def _kept(self, tokens: np.ndarray, is_response: np.ndarray) -> dict[str, np.ndarray]:
+    def _kept(
+        self, tokens: np.ndarray, is_response: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """The token itself, and those after it in the vocabulary."""
         if not self._num_kept:
-            return {}
+            return None, None
         count = min(self._num_kept, self._vocab_size)
         ids = (tokens[is_response, None] + np.arange(count, dtype=TOKEN_IDS)) % self._vocab_size
-        return {"num_kept": is_response * COUNTS(count), "kept_ids": ids.ravel()}
+        return is_response * COUNTS(count), ids.ravel()
 
     def drain(self, within_s: float) -> None: ...
 
