@@ -48,7 +48,7 @@ from configs.other_systems.values import in_our_names
 from configs.reading.named_files import check_files, close_name
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import expand, with_named_preset
-from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
+from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, rejoined, without_signs
 from configs.reading.wording import problem_of, problems_of
 from configs.reading.yaml_values import Value, comments_in, dump, read_yaml, show
 from configs.schema import AnyConfig, RunConfig, SftConfig
@@ -63,6 +63,8 @@ Finding = tuple[str, str]
 
 _MOST_BYTES = 10_000_000
 """Largest config file that is read."""
+_WRITTEN_BY = {".toml": "prime-rl", ".sh": "verl or slime", ".py": "TRL", ".json": "another system"}
+"""Files that start runs of other systems, by suffix."""
 _ROOT = Shape.of(AnyConfig)
 
 
@@ -267,17 +269,22 @@ def read_mapping(path: Path, where: str, field: str, named_by: tuple[Path, ...] 
 
 
 def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
-    """Reading a pipe or a device may never end, and a file of weights would fill the memory.
+    """Reading a pipe or a device may never end, a file of weights would fill the memory, and another system's script or
+    TOML would be called malformed YAML.
 
     Raises ConfigError, or OSError.
     """
-    status, wrong = path.stat(), None
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+    status, wrong, fix = path.stat(), None, "name a YAML file"
+    is_file = stat.S_ISREG(status.st_mode)
+    if not is_file and not stat.S_ISDIR(status.st_mode):
         wrong = "a pipe, a socket or a device, not a file"
-    elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
+    elif is_file and status.st_size > _MOST_BYTES:
         wrong = f"a file of {status.st_size:,} bytes; no config is that large"
+    elif is_file and path.suffix in _WRITTEN_BY and field in ("CONFIG", "extends"):
+        wrong = f"a {path.suffix} file, and a config is YAML"
+        fix = f"`tandem init DIR` writes one; coming from {_WRITTEN_BY[path.suffix]}, see docs/coming_from.md"
     if wrong is not None:
-        raise ConfigError.of(where, field, shorten(str(path)), f"this is {wrong}", "name a YAML file")
+        raise ConfigError.of(where, field, shorten(str(path)), f"this is {wrong}", fix)
 
 
 def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, str]]:
@@ -339,6 +346,9 @@ def _read_overrides(
             override = _read_override(text, where)
         except ConfigError as error:
             problems += error.problems
+            if (plain := without_signs(text)) != text:  # its key may be wrong too
+                layer, more = _read_overrides([plain], where, layer, problems)
+                extended += more
             continue
         if "extends" in override.data:
             extended.append(override.data["extends"])

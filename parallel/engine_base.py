@@ -26,7 +26,7 @@ from configs.schema.model import ModelConfig
 from parallel.checkpoints import base_model, checkpoint
 from parallel.checkpoints.checkpoint import WholeCheckpoint
 from parallel.checkpoints.offload import Offloaded
-from parallel.megatron import platform
+from parallel.megatron import moe, platform
 from parallel.megatron.groups import groups_of_this_process, join_groups
 from parallel.megatron.lora import Lora
 from parallel.megatron.model import Backbone, PackedGPTModel, make_backbone
@@ -54,6 +54,8 @@ class Training:
     total_steps: int
     recompute: str = "none"
     """``learner.recompute``."""
+    freeze_router: bool = False
+    """``learner.freeze_router``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,8 @@ class Engine(ABC):
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
+            if training.freeze_router:
+                moe.freeze_routers(self.chunks)
             self._build_optimizer(training.optimizer, training.total_steps)
         self._schedule = Schedule(self._trained or self.chunks, self.groups, layout.microbatch_multiple)
 

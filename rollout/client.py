@@ -96,10 +96,10 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def with_own_places(self, *, top_p: float = 1.0) -> "GenerationClient":
+    def with_own_places(self, *, top_p: float = 1.0, top_k: int = -1) -> "GenerationClient":
         """A client of the same engine for samples that are not trained on. They do not queue behind this client's samples,
-        have no experts, and come from the fewest ids whose probabilities sum to ``top_p``. Their log-probs are over the full
-        vocabulary. The new client counts its own stats."""
+        have no experts, and come from the fewest ids whose probabilities sum to ``top_p``, of the ``top_k`` likeliest (-1: of
+        all). Their log-probs are over the full vocabulary. The new client counts its own stats."""
         ...
 
     async def see_version(self, newest: int) -> None:

@@ -83,7 +83,10 @@ class Learner:
         self.engine = engine_of(
             config.model,
             training=Training(
-                optimizer=settings.optimizer, total_steps=policy_steps, recompute=settings.recompute
+                optimizer=settings.optimizer,
+                total_steps=policy_steps,
+                recompute=settings.recompute,
+                freeze_router=settings.freeze_router,
             ),
             pieces=config.numerics_pieces,
             lora=lora,

@@ -192,7 +192,9 @@ OTHER_FIELDS = _by_name({
     "`evaluation.greedy`, beside the sampled responses": "val_kwargs.do_sample val_greedy",
     "`evaluation.temperature`": "eval_temperature val_kwargs.temperature eval.temperature eval.sampling.temperature",
     "`evaluation.top_p`": "eval_top_p val_kwargs.top_p eval.sampling.top_p",
+    "`evaluation.top_k`": "eval_top_k val_kwargs.top_k eval.sampling.top_k",
     "`evaluation.max_new_tokens`": "eval_max_response_len eval.sampling.max_completion_tokens eval.sampling.max_tokens",
+    "`learner.freeze_router`": "freeze_moe_router moe_router_freeze_gate freeze_e_score_correction_bias",
     "`rollout.temperature`": "actor.temperature",
     "`learner.optimizer.schedule`, whose warm-up is `learner.optimizer.warmup_steps`": "policy.scheduler",
     "`correction=decoupled_token_is`, a weight per token, truncated at 2": "use_tis tis_clip tis_imp_ratio_cap",
@@ -350,7 +352,6 @@ WITHOUT_COUNTERPART = _by_name({
         "tokenizer_path data.tokenizer tokenizer.name chat_template custom_chat_template",
     "there is no Ray": "ray_kwargs ray_init ray_wait_register_center_timeout",
     "an evaluation takes all held-out prompts, or `evaluation.max_prompts` of them": "val_batch_size valid_dataset.batch_size",
-    "evaluations sample from the ids of `evaluation.top_p`, as many as these are": "eval_top_k val_kwargs.top_k",
     "the optimizer is AdamW": "optimizer optim.optimizer optim.optimizer_impl optim.type optimizer.type optimizer.name",
     "every token of a response is learned from": "top_entropy_quantile",
     "a response keeps all its tokens, also those of a text in `rollout.stop`": "include_stop_str_in_output no_stop_trim",
@@ -364,8 +365,8 @@ WITHOUT_COUNTERPART = _by_name({
     "the pipeline's stages have the same number of layers, the last one may have fewer":
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage "
         "num_layers_in_last_pipeline_stage",
-    "a router of experts is trained as the other weights are, without a loss or a bias that balances the experts":
-        "moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate freeze_moe_router router_aux_loss_coef",
+    "no loss and no bias balances the experts; a router is trained by the policy's loss, or frozen by `learner.freeze_router`":
+        "moe_router_load_balancing_type moe_aux_loss_coeff moe_router_bias_update_rate router_aux_loss_coef",
     "replacements are sampled one by one, as soon as a group turns out to have no signal (`rollout.dynamic_sampling`)":
         "gen_batch_size over_sampling_batch_size oversampling_factor batch_multiplier",
     "no layer has dropout": "attention_dropout hidden_dropout embd_pdrop resid_pdrop disable_dropout",

@@ -56,6 +56,12 @@ def _open_brackets(text: str) -> int:
     return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
 
 
+def without_signs(text: str) -> str:
+    """The override in `+key=1`, `++key=1` or `--key=1`; the text itself if it has no such sign, or more is wrong with it."""
+    plain = text.lstrip("+-")
+    return plain if OVERRIDE.fullmatch(plain) else text
+
+
 def fix_for_no_override(text: str) -> str:
     """The fix for a text that is not of the form ``key.sub=value``."""
     plain = text.lstrip("-")

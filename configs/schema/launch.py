@@ -272,10 +272,18 @@ class EvaluationConfig(Schema):
     """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Evaluations sample from the fewest ids whose probabilities sum to top_p; independent of ``rollout.top_p``."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Evaluations sample from the top_k likeliest ids; independent of ``rollout.top_k``. -1: all. With both limits, top_p
+    counts probabilities among all ids."""
     max_new_tokens: Tokens | None = None
     """Most tokens of a response to a held-out problem. It may be more than the learner packs, since nothing is trained on.
     In an environment it is of a turn, and ``environment.max_tokens`` limits the episode as in training. None:
     ``rollout.max_new_tokens``, which a penalty for length counts from in any case."""
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.top_k == 0:
+            fix = "set top_k to -1 for all ids, or to 1 or more"
+            yield Contradiction(("top_k",), "top_k=0 leaves no id to sample from", fix)
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether an evaluation follows this step of ``steps`` steps."""

@@ -129,6 +129,10 @@ class LearnerConfig(Schema):
     lora: LoraConfig | None = None
     """None: every weight is trained. With adapters the reference policy of the KL is the model without them, which takes
     no memory. Learning rates are usually ten times those of full training."""
+    freeze_router: bool = False
+    """For models with experts: the weights of the policy's routers, and their biases, stay as they are, without gradients or
+    optimizer state. Experts and everything else are trained, also the gate of a shared expert. With ``lora`` they are
+    frozen in any case. A critic trains its own routers."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation of the transformer layers."""
 

@@ -223,7 +223,8 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
         if _is_tight(total, device):
             lines.append(f"  tight: {_learner_fix(config, device)}")
         if isinstance(config, RunConfig):
-            either = "the transfer, and activations, logits and pipeline together"
+            *others, last = memory.OF_AN_UPDATE
+            either = f"the transfer, and {', '.join(others)} and {last} together"
             lines.append(f"  {either}, are never in memory at the same time: the larger of the two counts")
     if need.server is not None:
         lines += _server_lines(need, need.server, device)

@@ -52,9 +52,12 @@ def check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fin
         return
     if config.numerics_pieces is not None:
         yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
-    if config.learner.routing != "own" and architecture.experts is None:
-        dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
-        yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+    if architecture.experts is None:
+        dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose; leave it out"
+        if config.learner.routing != "own":
+            yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}"
+        if config.learner.freeze_router:
+            yield "learner.freeze_router", f"learner.freeze_router=true: {dense}"
     if config.learner.lora is not None:
         yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
     yield from _check_served_model(config, architecture, hf_config)

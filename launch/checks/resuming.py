@@ -65,11 +65,13 @@ def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str,
             for field, both in fields.items()
             if both[0] != both[1] and not field.endswith("model.path")
         )
-    # Its state on disk has another form.
+    # Its state on disk has another form, or lacks parameters.
     for block in ("learner", "critic"):
         old, new = (getattr(each, block) for each in (before, config))
         if old and new and old.optimizer.distributed != new.optimizer.distributed:
             yield f"{block}.optimizer.distributed", old.optimizer.distributed, new.optimizer.distributed
+    if before.learner.freeze_router != config.learner.freeze_router:
+        yield "learner.freeze_router", before.learner.freeze_router, config.learner.freeze_router
 
 
 def _parts_compared(config: RunConfig) -> dict[str, Any]:

@@ -132,17 +132,12 @@ def publish(
 
 
 @command()
-def report(
-    run: RunPath,
-    against: Annotated[
-        list[Path] | None, typer.Option(help="Another run to compare with; can be given several times.")
-    ] = None,
-) -> None:
+def report(run: RunPath) -> None:
     """Write report.html and figures for a run, finished or not: all of one run. `tandem compare` has the results of
     several side by side."""
     from launch.commands import results
 
-    results.report(run, against or [])
+    results.report(run)
 
 
 @command()
@@ -153,7 +148,7 @@ def compare(
     ),
 ) -> None:
     """Compare runs, finished or not: curves over each other on one page, results and differing settings there and
-    here. `tandem report RUN --against OTHER` puts the same curves into the report of one run."""
+    here."""
     from launch.commands import results
 
     results.compare(runs, out)

@@ -285,7 +285,8 @@ def _learner_lines(config: RunConfig) -> Iterator[str]:
         each = kept_sets.bytes_per_token(rollout.top_k)
         yield (
             f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the "
-            "servers to the learner's first rank if every response has full length; fewer with top_p or min_p"
+            "servers to the learner's first rank if every response has full length; fewer with top_p or min_p. Each rank then holds its "
+            f"share twice in host memory, {size_text(2 * each * tokens // config.layout.dp_size)}: packed, and in micro-batches"
         )
 
 

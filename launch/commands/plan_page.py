@@ -11,7 +11,7 @@ from configs.schema.layout import layout_text
 from launch.commands.plan import Found
 from parallel.planning.architecture import architecture_of
 from parallel.planning.measured import by_rule
-from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
+from parallel.planning.memory import GIB, OF_AN_UPDATE, USABLE_SHARE, LearnerMemory, learner_memory, size_text
 from parallel.planning.other_models import work_of_run
 from parallel.planning.planner import Cluster, Plan
 from parallel.planning.reasons import reasons
@@ -32,14 +32,14 @@ ROWS = 20
 WIDTH = 9.5
 """Inches of a picture."""
 LEARNER_PARTS = (
-    "parameters", "gradients", "optimizer", "reference", "critic", "activations", "logits", "pipeline", "transfer",
+    "parameters", "gradients", "optimizer", "reference", "critic", *OF_AN_UPDATE, "transfer",
 )  # fmt: skip
 TIME_COLORS = {
     "prefill": "#56b4e9", "decode": "#0072b2", "requests": "#004a75",
     "score": "#e69f00", "update": "#d55e00", "optimizer": "#8c3d00", "rest": "#b9770e",
     "transfer": "#009e73", WAITS: "#eeeeee",
 }  # fmt: skip
-MEMORY_COLORS = dict(zip(LEARNER_PARTS, (*COLORS, "#8c6d31", "#b0b0b0"), strict=True)) | {
+MEMORY_COLORS = dict(zip(LEARNER_PARTS, (*COLORS, "#8c6d31", "#b0b0b0", "#4d4d4d"), strict=True)) | {
     "weights": "#08306b",
     "cache": "#9ecae1",
     "reserved": "#dddddd",
@@ -124,8 +124,7 @@ def table_of(plans: Sequence[Plan]) -> list[list[str]]:
 def at_its_peak(memory: LearnerMemory) -> dict[str, int]:
     """The items that are in memory at the worst moment: they sum to ``total``."""
     items = memory.items()
-    passing = memory.activations + memory.logits + memory.pipeline
-    gone = ("transfer",) if passing >= memory.transfer else ("activations", "logits", "pipeline")
+    gone = ("transfer",) if memory.passing >= memory.transfer else OF_AN_UPDATE
     return {name: size for name, size in items.items() if name not in gone}
 
 
@@ -141,8 +140,8 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     }
     rows.append(("a server's rank", of_server))
     if pair.both_free is not None:
-        gone = ("activations", "logits", "pipeline")
-        lasting = {name: size for name, size in pair.learner_memory.items().items() if name not in gone}
+        items = pair.learner_memory.items().items()
+        lasting = {name: size for name, size in items if name not in OF_AN_UPDATE}
         rows.append(("both, while weights are sent", lasting | {"weights": server.weights}))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.checks.devices import ON_GPUS, gpus_here
-from launch.commands.results import report
+from launch.commands.results import compare
 from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder, write_json
@@ -84,7 +84,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
 
 def compare_corrections(model: Path, seed: int) -> None:
     """Train with a quantised rollout in two ways, evaluate both with the learner's own weights, which the servers of the
-    runs never had, and write a report with both."""
+    runs never had, and write a page with the curves of both beside the model."""
     here = [setting for setting in settings_of_machine() if setting not in STUDY]
     recipe, folders = CONFIGS / "countdown_tiny.yaml", list[RunFolder]()
     accuracies = dict[str, float | None]()
@@ -100,8 +100,7 @@ def compare_corrections(model: Path, seed: int) -> None:
     for name, accuracy in accuracies.items():
         if accuracy is not None:
             print(f"held-out accuracy of the learner's own weights, {name}: {accuracy:.1%}", flush=True)
-    clipped, corrected = folders
-    report(corrected.path, [clipped.path])
+    compare([folder.path for folder in folders], model.parent / "comparison.html")
 
 
 def _announce(part: int, parts: int, text: str) -> None:

@@ -130,13 +130,13 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> int | None:
     return read_required(folder.export_request)["step"]
 
 
-def report(run: Path, against: Sequence[Path] = ()) -> None:
-    """Write the report of a run; ``against`` are runs to compare it with."""
+def report(run: Path) -> None:
+    """Write the report of a run."""
     from trainer.report.page import write_report
 
-    folder, others = existing_run(run), [existing_run(other).path for other in against]
+    folder = existing_run(run)
     with as_bad_input("RUN: "):
-        page = write_report(folder.path, against=others)
+        page = write_report(folder.path)
     print(f"report: {page}", flush=True)
 
 

@@ -243,7 +243,7 @@ class LogprobGPTModel(PackedGPTModel):
             "targets_T": batch.targets_T[predictions.tokens_R],
             "temperature": temperature,
             "with_entropy": with_entropy,
-            "kept": None if kept is None else kept.at(predictions.tokens_R),
+            "kept": kept.at(predictions.tokens_R) if kept is not None and self.post_process else None,
         }
         result = self._run_request(batch.tokens_T, packed, request)
         if not self.post_process:
@@ -260,7 +260,9 @@ class LogprobGPTModel(PackedGPTModel):
     def _run_request(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
         # An attribute, not an argument: Megatron would pass extra_block_kwargs to layers, not to _postprocess.
         self._request = request
-        return self._run_packed(tokens_T, packed)
+        result = self._run_packed(tokens_T, packed)
+        self._request = None  # its kept ids may be larger than the logits
+        return result
 
     def _postprocess(self, hidden_states, **unused):
         if not self.post_process:

@@ -14,6 +14,7 @@ gradient. The ids travel with the micro-batch, and each layer takes its own when
 schedules of a pipeline therefore need nothing more.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -220,6 +221,15 @@ def use_router(layer: ModuleSpec, experts: Experts) -> None:
     parts.mlp.submodules.router = partial(Router, experts=experts)
     if experts.clamp is not None:
         parts.mlp.submodules.experts.submodules.linear_fc2 = BiasedRowLinear
+
+
+def freeze_routers(models: Iterable[nn.Module]) -> None:
+    """Leave the routers' weights and biases no gradient, before there is an optimizer. The loss keeps its gradient through
+    the routers to the hidden states."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.requires_grad_(False)
 
 
 def mark_expert_parameters(model: nn.Module) -> None:

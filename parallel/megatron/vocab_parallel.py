@@ -7,7 +7,7 @@ C tokens at a time, never those of a whole micro-batch. Backward computes each c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -174,14 +174,21 @@ class _LinearLogprobs(torch.autograd.Function):
             all_kept = _KeptHere.of(s.kept, 0, s.vocab_size, s.chunk_tokens)
             sums = _sums(hidden_TH, weight_VH.to(s.dtype), targets_T, s.vocab_size, all_kept, s)
             log_z_T, logprobs_T, entropy_T = _combine_ranks(*sums, None)
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
-        ctx.settings, ctx.first, ctx.count, ctx.kept_here = settings, first, count, kept_here
+        kept = () if kept_here is None else (kept_here.is_limited_T, kept_here.tokens_M, kept_here.columns_M)
+        # What is not saved for backward stays until the graph goes, which is in the next micro-batch's forward pass.
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T, *kept)
+        ctx.settings, ctx.first, ctx.count = replace(settings, kept=None), first, count
+        ctx.bounds = kept_here and kept_here.bounds
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
-        hidden_TH, weight_VH, targets_T, log_z_T, entropy_T = ctx.saved_tensors
+        hidden_TH, weight_VH, targets_T, log_z_T, entropy_T, *kept = ctx.saved_tensors
+        kept_here = None
+        if kept:
+            is_limited_T, tokens_M, columns_M = kept
+            kept_here = _KeptHere(is_limited_T, tokens_M, columns_M, ctx.settings.chunk_tokens, ctx.bounds)
         dtype, temperature = ctx.settings.dtype, ctx.settings.temperature
         rows_VH = weight_VH[: ctx.count].to(dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
@@ -195,8 +202,8 @@ class _LinearLogprobs(torch.autograd.Function):
             chunk = slice(start, start + ctx.settings.chunk_tokens)
             hidden_CH = hidden_TH[chunk].to(dtype)
             product_CV = _product(hidden_CH, rows_VH)
-            if ctx.kept_here is not None:
-                ctx.kept_here.limit(product_CV, start)
+            if kept_here is not None:
+                kept_here.limit(product_CV, start)
             grad_CV = _grad_product(
                 product_CV,
                 targets_T[chunk] - ctx.first,

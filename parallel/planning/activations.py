@@ -100,12 +100,43 @@ def waiting_gradient(architecture: Architecture, layout: LayoutConfig, work: Wor
 def logits_beside(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
     """What the log-probs' backward pass takes beside the activations. Under recompute no layer is whole then: it is what
     they take, with the final norm, beyond the whole layer that the activations count."""
-    logits = logits_bytes(architecture, layout, work)
+    return max(
+        0, logits_bytes(architecture, layout, work) - _free_at_logits(architecture, layout, work, stage)
+    )
+
+
+def _free_at_logits(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
+    """What the activations count that is not there with the logits."""
     if work.recompute == "none":
-        return logits
+        return 0
     end = _end_bytes(architecture, layout, work)
     layer = max(end, *_whole_layers(architecture, layout, work, stage))
-    return max(0, end + logits - layer - waiting_gradient(architecture, layout, work))
+    return layer + waiting_gradient(architecture, layout, work) - end
+
+
+def batch_kept_bytes(architecture: Architecture, work: Work) -> int:
+    """The kept ids of a micro-batch (``KeptSets``), 4 k T. They are on the device until its forward pass ends, whole on every
+    rank of context parallelism. k: those of a token, at most."""
+    return 4 * _kept_of_token(architecture, work) * work.token_budget
+
+
+def kept_beside(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
+    """What the kept ids take beside the activations and ``logits_beside`` where the logits are, at most.
+
+    The ids of this rank's T / C tokens are copied, 4 k a token, and get their place and column in the logits, 16 k, of which
+    all may be on one tensor-parallel rank (``vocab_parallel._KeptHere``). These stay until the backward pass of the logits
+    ends, beside the places and logits of a chunk's ids, 12 k a token. Making them takes 25 k more for a moment, in the forward
+    pass, when there are no logits yet but the batch's ids.
+    """
+    k, tokens = _kept_of_token(architecture, work), -(-work.token_budget // layout.cp)
+    stays, logits = 20 * k * tokens, logits_bytes(architecture, layout, work)
+    backward = logits + stays + 12 * k * min(work.chunk_tokens, tokens)
+    forward = batch_kept_bytes(architecture, work) + stays + 25 * k * tokens
+    return max(0, max(backward, forward) - max(logits, _free_at_logits(architecture, layout, work, stage)))
+
+
+def _kept_of_token(architecture: Architecture, work: Work) -> int:
+    return min(work.kept_ids, architecture.vocab_size)
 
 
 def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, layer: int) -> int:
@@ -178,7 +209,11 @@ def _mlp_bytes(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: 
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
         # Of gpt-oss the sum with the bias, both clamped halves, and what Megatron's operations keep.
         halves = 3 if e.clamp is None else 7
-        copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
+        copied = (
+            4 * a.hidden_size
+            if e.float32_logits and b == 2 and not work.lora and not work.freeze_router
+            else 0
+        )
         shared = tokens * (2 if work.lora else 3) * b * e.shared_size // layout.tp
         if e.has_shared_gate:  # the output and the gate that it is multiplied by
             shared += rows * b * (a.hidden_size + 1)

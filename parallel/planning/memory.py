@@ -15,7 +15,13 @@ from dataclasses import dataclass, fields, replace
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
-from parallel.planning.activations import activation_bytes, logits_beside, waiting_gradient
+from parallel.planning.activations import (
+    activation_bytes,
+    batch_kept_bytes,
+    kept_beside,
+    logits_beside,
+    waiting_gradient,
+)
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.planning.work import BYTES, Work, copies_of, in_flight, row_counts, stage_layers
@@ -27,6 +33,8 @@ NUM_BUFFERS = {"cuda": 2, "cpu": 3}
 """Such buckets by device of which memory is kept, for each kind: one is filled while the others are sent. On one machine
 servers take longer for a large tensor that needs no buffer than the next bucket takes to be filled; a third one is filled
 then."""
+OF_AN_UPDATE = ("activations", "logits", "kept_ids", "pipeline")
+"""Items that are in memory while a model is updated, and not while weights are sent."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for the items of this file."""
 
@@ -42,9 +50,11 @@ class LearnerMemory:
     reference: int
     critic: int
     """Parameters, gradients and optimizer state of the value model."""
-    # Policy and critic are updated one after the other: these three are of the one that takes more.
+    # Policy and critic are updated one after the other: these four are of the one that takes more.
     activations: int
     logits: int
+    kept_ids: int
+    """Those of a truncated sampler; see ``activations.kept_beside``."""
     pipeline: int
     transfer: int
 
@@ -55,7 +65,11 @@ class LearnerMemory:
     @property
     def total(self) -> int:
         """Bytes at the worst moment, in the backward pass or while weights are sent, when activations are gone."""
-        return self.lasting + max(self.activations + self.logits + self.pipeline, self.transfer)
+        return self.lasting + max(self.passing, self.transfer)
+
+    @property
+    def passing(self) -> int:
+        return sum(getattr(self, name) for name in OF_AN_UPDATE)
 
     def items(self) -> dict[str, int]:
         """Names and bytes of the items above zero."""
@@ -77,20 +91,24 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     AdamW's two moments, 8 P, and a float32 copy of the weights, 4 P, unless they are float32 themselves. The
     distributed optimizer divides these 8 or 12 P over the ranks that hold the same parameters: tp cp dp / ep
     ranks for experts, cp dp ranks for all others. With adapters P of gradients and optimizer are the adapters'
-    (``adapter_parameters``), and parameters have b of each more.
+    (``adapter_parameters``), and parameters have b of each more. Frozen routers are in the parameters alone.
     """
     parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
     critic, updates = (0, 0, 0), [_update_bytes(architecture, layout, work, stage, output=True)]
     if work.critic is not None:  # trained whole
         of_critic = replace(
-            work, dtype=work.critic_dtype, distributed_optimizer=work.critic_distributed, lora=None
+            work,
+            dtype=work.critic_dtype,
+            distributed_optimizer=work.critic_distributed,
+            lora=None,
+            freeze_router=False,
         )
         critic = _trained_bytes(work.critic, layout, of_critic, stage, output=False)
         updates.append(_update_bytes(work.critic, layout, of_critic, stage, output=False))
     reference = parameters if work.has_reference else 0
     if work.reference is not None:
         reference = BYTES[work.reference_dtype] * sum(stage_parameters(work.reference, layout, stage))
-    activations, logits, pipeline = max(updates, key=sum)
+    activations, logits, kept_ids, pipeline = max(updates, key=sum)
     return LearnerMemory(
         stage=stage,
         parameters=parameters,
@@ -100,6 +118,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         critic=sum(critic),
         activations=activations,
         logits=logits,
+        kept_ids=kept_ids,
         pipeline=pipeline,
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
     )
@@ -107,37 +126,59 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
 
 def _update_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
-) -> tuple[int, int, int]:
-    """Bytes of an update of one model: (activations, logits, pipeline). ``output=False``: a critic, without logits."""
+) -> tuple[int, int, int, int]:
+    """Bytes of an update of one model, by ``OF_AN_UPDATE``. ``output=False``: a critic, without logits."""
     activations = activation_bytes(architecture, layout, work, stage)
-    logits = 0
+    logits, kept_ids = 0, batch_kept_bytes(architecture, work)
     if output:
         activations += waiting_gradient(architecture, layout, work)
-        logits = logits_beside(architecture, layout, work, stage) if stage == layout.pp - 1 else 0
-    return activations, logits, _pipeline_bytes(architecture, layout, work, stage)
+    if output and stage == layout.pp - 1:
+        logits = logits_beside(architecture, layout, work, stage)
+        kept_ids = kept_beside(architecture, layout, work, stage)
+    return activations, logits, kept_ids, _pipeline_bytes(architecture, layout, work, stage)
 
 
 def _trained_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
 ) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) of a model with an optimizer."""
-    shared, expert = trained_parameters(architecture, layout, stage, work.lora, output=output)
-    frozen = 0 if work.lora is None else sum(stage_parameters(architecture, layout, stage))
+    shared, expert = trained_parameters(
+        architecture, layout, stage, work.lora, freeze_router=work.freeze_router, output=output
+    )
     state = trained = shared + expert
+    held = sum(stage_parameters(architecture, layout, stage, output=output)) + (trained if work.lora else 0)
     if work.distributed_optimizer:
         copies, expert_copies = copies_of(layout)
         state = -(-shared // copies) + -(-expert // expert_copies)
     per_number = 8 if work.dtype_bytes == 4 else 12  # AdamW's
-    return work.dtype_bytes * (frozen + trained), 4 * trained, per_number * state
+    return work.dtype_bytes * held, 4 * trained, per_number * state
 
 
 def trained_parameters(
-    architecture: Architecture, layout: LayoutConfig, stage: int, lora: LoraConfig | None, *, output: bool
+    architecture: Architecture,
+    layout: LayoutConfig,
+    stage: int,
+    lora: LoraConfig | None,
+    *,
+    freeze_router: bool,
+    output: bool,
 ) -> tuple[int, int]:
-    """``stage_parameters`` that have a gradient: with adapters only theirs."""
+    """``stage_parameters`` that have a gradient: with adapters only theirs, else all but frozen routers."""
     if lora is not None:
         return adapter_parameters(architecture, layout, lora), 0
-    return stage_parameters(architecture, layout, stage, output=output)
+    shared, expert = stage_parameters(architecture, layout, stage, output=output)
+    if freeze_router and architecture.experts:
+        sparse = sum(
+            architecture.experts.is_sparse[layer] for layer in stage_layers(architecture, layout, stage)
+        )
+        shared -= sparse * router_parameters(architecture)
+    return shared, expert
+
+
+def router_parameters(architecture: Architecture) -> int:
+    """Of one layer: H E, and E biases in a model with sinks."""
+    assert architecture.experts is not None
+    return architecture.experts.num_experts * (architecture.hidden_size + architecture.family.has_sinks)
 
 
 def stage_parameters(
@@ -159,11 +200,10 @@ def stage_parameters(
         shared += sum(split for split, _ in numbers) // t + sum(whole for _, whole in numbers)
         shared += a.layer_norms * a.hidden_size
         if a.experts and a.experts.is_sparse[layer]:
-            shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
+            shared += router_parameters(a) + a.hidden_size * (3 * a.experts.shared_size // t)
             shared += a.hidden_size if a.experts.has_shared_gate else 0
             of_expert = 3 * a.hidden_size * a.experts.intermediate_size
             if a.family.has_sinks:
-                shared += a.experts.num_experts
                 of_expert += 2 * a.experts.intermediate_size + a.hidden_size
             expert += a.experts.num_experts // layout.ep * of_expert
         else:

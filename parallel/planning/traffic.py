@@ -101,8 +101,14 @@ def data_bytes(
     Gradients 4 P reduce-scattered and weights b P gathered (distributed optimizer; else 4 P all-reduced), P the rank's
     trained parameters, over its cp dp copies; experts over tp cp dp / ep. ``output=False``: a critic, trained whole.
     """
-    lora = config.learner.lora if output else None
-    shared, expert = trained_parameters(architecture, layout, stage, lora, output=output)
+    shared, expert = trained_parameters(
+        architecture,
+        layout,
+        stage,
+        config.learner.lora if output else None,
+        freeze_router=output and config.learner.freeze_router,
+        output=output,
+    )
     copies, expert_copies = copies_of(layout)
     of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
     distributed = config.learner.optimizer.distributed

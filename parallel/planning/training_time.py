@@ -237,8 +237,14 @@ def optimizer_seconds(
     8 + 12 + 12 bytes for each number whose state this rank has, and b to write the weight. Zeroing: 4 for each of the
     rank's gradients.
     """
-    lora = config.learner.lora if is_policy else None
-    shared, expert = trained_parameters(architecture, layout, stage, lora, output=is_policy)
+    shared, expert = trained_parameters(
+        architecture,
+        layout,
+        stage,
+        config.learner.lora if is_policy else None,
+        freeze_router=is_policy and config.learner.freeze_router,
+        output=is_policy,
+    )
     state: float = shared + expert
     if config.learner.optimizer.distributed:
         copies, expert_copies = copies_of(layout)

@@ -28,6 +28,9 @@ class Work:
     num_microbatches: int | None = None
     """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
     lora: LoraConfig | None = None
+    freeze_router: bool = False
+    kept_ids: int = 0
+    """Most ids that servers keep for a token (``rollout.top_k``); 0: the full vocabulary, of which none is listed."""
     has_reference: bool = False
     """Whether a reference policy has its own weights. With adapters the reference is the policy without
     them."""
@@ -75,6 +78,8 @@ def work_of(
         recompute=config.learner.recompute if is_rl else "none",
         distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
         lora=config.learner.lora if is_rl else None,
+        freeze_router=is_rl and config.learner.freeze_router,
+        kept_ids=config.rollout.top_k if is_rl and config.rollout.is_truncated else 0,
         has_reference=is_rl and config.has_reference_weights,
         reference=reference,
         reference_dtype=((is_rl and config.kl.model) or config.model).dtype,

@@ -137,7 +137,9 @@ async def run_sample_role(
         ) as client:
             sampler = GroupSampler(
                 client=client,
-                evaluation_client=client.with_own_places(top_p=config.evaluation.top_p),
+                evaluation_client=client.with_own_places(
+                    top_p=config.evaluation.top_p, top_k=config.evaluation.top_k
+                ),
                 task=task,
                 samples=samples_of("training"),
                 evaluation_samples=samples_of("held-out"),

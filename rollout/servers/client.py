@@ -111,7 +111,8 @@ class SGLangClient:
         # A replica that comes back has old weights. ``_look_at`` decides when it is no longer lost.
         self._replicas = [Replica(url.rstrip("/"), lost_for_s=math.inf) for url in urls]
         self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
-        self._truncation, self._top_p = truncation, 1.0
+        self._truncation = truncation
+        self._limits = truncation.sampling_params if truncation is not None else {}
         self._stop_patterns = [stop_pattern(text) for text in stop]
         self._places = _Places(max_concurrency)
         self._in_flight = _InFlight()
@@ -138,12 +139,12 @@ class SGLangClient:
     def stats(self) -> ClientStats:
         return replace(self._stats, idle_s=self._in_flight.idle_s)
 
-    def with_own_places(self, *, top_p: float = 1.0) -> "SGLangClient":
+    def with_own_places(self, *, top_p: float = 1.0, top_k: int = -1) -> "SGLangClient":
         """See ``GenerationClient``. Both clients share the connections and the count of samples at each replica."""
         other = copy(self)
         other._places, other._stats = _Places(self._max_concurrency), ClientStats()
         other._experts = other._truncation = None
-        other._top_p = top_p
+        other._limits = {"top_p": top_p, "top_k": top_k}
         return other
 
     async def see_version(self, newest: int) -> None:
@@ -237,9 +238,7 @@ class SGLangClient:
     ) -> list[Completion]:
         """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` use the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
-        sampling["top_p"] = self._top_p
-        if self._truncation is not None:
-            sampling |= self._truncation.sampling_params
+        sampling |= self._limits
         if self._experts is not None and known_experts is not None:
             sampling["custom_params"] = {KNOWN_BY: str(known_experts.version)}
         sampling["stop_token_ids"] = list(stop_token_ids)

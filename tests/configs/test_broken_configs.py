@@ -342,6 +342,9 @@ TABLE = {
     "one choice": Broken(
         options="rollout.top_k=1", field="rollout.top_k", value="1", error="leaves no choice to learn from", fix="set top_k to 2 or more",
     ),
+    "an evaluation from no ids": Broken(
+        options="evaluation.top_k=0", field="evaluation.top_k", value="0", error="leaves no id", fix="-1 for all ids, or to 1 or more",
+    ),
     "more kept ids than SGLang returns": Broken(
         options="rollout.top_k=5000", field="rollout.top_k", value="5000", error="less than or equal to 4096", fix="at most 4096",
     ),
@@ -662,6 +665,10 @@ TABLE = {
         options="resume=stopped_early learner.optimizer.distributed=false", field="learner.optimizer.distributed", value="false",
         error="`learner.optimizer.distributed` of stopped_early is true, but false was given", fix="or start a new run",
     ),
+    "resume with routers that were trained": Broken(
+        options="resume=stopped_early learner.freeze_router=true", field="learner.freeze_router", value="true",
+        error="`learner.freeze_router` of stopped_early is false, but true was given", fix="or start a new run",
+    ),
     "resume of another run": Broken(
         options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
         fix="or start a new run",
@@ -947,6 +954,10 @@ TABLE = {
     ),
     "routing replay of old for a dense model": Broken(
         options="learner.routing=old learner.minibatches=2", field="learner.routing", value="old",
+        error="the qwen3 model at dense has no experts", fix="leave it out",
+    ),
+    "a frozen router of a dense model": Broken(
+        options="learner.freeze_router=true", field="learner.freeze_router", value="true",
         error="the qwen3 model at dense has no experts", fix="leave it out",
     ),
     "routing replay of old with one minibatch": Broken(

@@ -982,6 +982,13 @@ def test_extends_of_another_type(folder, value):
             "must have the form key.sub=value",
             "write `steps=3`, without dashes",
         ),
+        (
+            "+steps=3",
+            "(override)",
+            "+steps=3",
+            "must have the form key.sub=value",
+            "write `steps=3`: a key is set",
+        ),
         ("steps=", "steps", "(nothing)", "no value after the `=`", "write one, or leave the override out"),
         (
             "extends=",
@@ -1020,6 +1027,30 @@ def test_malformed_overrides(folder, override, field, value, error, fix):
     problem = the_problem("base.yaml", [override])
     assert (problem.where, problem.field, problem.value) == ("command line", field, value)
     assert error in problem.error and fix in problem.fix
+
+
+def test_a_sign_of_another_syntax_and_the_key_behind_it_are_answered_at_once(folder):
+    signs, key = problems_of("base.yaml", ["+trainer.total_epochs=3"])
+    assert "write `trainer.total_epochs=3`: a key is set" in signs.fix
+    assert key.error == "unknown key" and "here it is `steps`" in key.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "system"),
+    [
+        ("rl.toml", '[model]\nname = "M"\n', "prime-rl"),
+        ("run.sh", "python3 -m verl.trainer.main_ppo data.train_batch_size=8\n", "verl or slime"),
+        ("train.py", "from trl import GRPOTrainer\n", "TRL"),
+        ("base.json", '{"model": {"path": "M"}}', "another system"),
+    ],
+)
+def test_a_config_that_is_no_yaml(folder, name, text, system):
+    write(name, text)
+    for problem in (the_problem(name), the_problem(write("top.yaml", f"extends: {name}\n"))):
+        assert problem.value == name and f"a {Path(name).suffix} file, and a config is YAML" in problem.error
+        assert f"`tandem init DIR` writes one; coming from {system}, see docs/coming_from.md" in problem.fix
+    Path(name).unlink()
+    assert "no such file" in the_problem(name).error
 
 
 @pytest.mark.parametrize("value", ["run#3", '"run #3"', "'#3'", "|\n  run #3"])

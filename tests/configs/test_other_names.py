@@ -258,7 +258,7 @@ actor_rollout_ref:
     max_model_len: null
     log_prob_micro_batch_size_per_gpu: 32
     calculate_log_probs: true
-    val_kwargs: {temperature: 1.0, top_p: 0.7, n: 4, do_sample: true}
+    val_kwargs: {temperature: 1.0, top_p: 0.7, top_k: 20, n: 4, do_sample: true}
     multi_turn: {enable: false, max_assistant_turns: null, format: hermes}
     agent: {num_workers: 8}
 algorithm:
@@ -324,6 +324,7 @@ ANSWERED = {
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "layout.tp",
     "actor_rollout_ref.rollout.val_kwargs.n": "evaluation.samples_per_prompt",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "evaluation.temperature",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": "evaluation.top_k",
     "n": "rollout.group_size",
     "critic.optim.lr": "critic.optimizer.lr",
     "critic.optim.weight_decay": "critic.optimizer.weight_decay",

@@ -83,7 +83,7 @@ class FakeEngine:
             for tokens in responses
         ]
 
-    def with_own_places(self, *, top_p: float = 1.0) -> "FakeEngine":
+    def with_own_places(self, *, top_p: float = 1.0, top_k: int = -1) -> "FakeEngine":
         return self
 
     async def see_version(self, newest: int) -> None:

@@ -141,7 +141,7 @@ def make_batch(
 def make_engine(
     folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none",
     timeout_s: float = 120.0, fp32_lm_head: bool = False, pieces: int | None = None, lora: dict[str, Any] | None = None,
-    served: str | None = None, **optimizer,
+    served: str | None = None, freeze_router: bool = False, **optimizer,
 ) -> MegatronEngine:  # fmt: skip
     """pieces: of aligned numerics; None: default numerics. lora: fields of ``LoraConfig``, for an engine of adapters, whose
     B is random instead of zero (a gradient of A needs it). served: the dtype of the servers' weights, if it is not
@@ -159,7 +159,7 @@ def make_engine(
             numerics="aligned" if pieces else "default",
         ),
         layout or LayoutConfig(),
-        Training(optimizer=settings, total_steps=steps, recompute=recompute),
+        Training(optimizer=settings, total_steps=steps, recompute=recompute, freeze_router=freeze_router),
         logprob_chunk_tokens=7,
         seed=0,
         timeout_s=timeout_s,

@@ -1,5 +1,5 @@
-"""Several runs side by side: a line per run in each panel, a table of results, and a table of the settings that differ.
-``tandem report --against`` adds them to a run's report; ``tandem compare`` gives them a page of their own."""
+"""Several runs side by side, for ``tandem compare``: a line per run in each panel, a table of results, and a table of the
+settings that differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
@@ -16,7 +16,6 @@ from trainer.tracking.tracker import flatten
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TITLE = "Compared runs"
 ABOUT = "The same metric of every run, a line per run. The runs differ in the settings of the table."
 OF_A_FOLDER = ("name", "launch.runs_dir", "resume")
 """Settings of a run's folder, in which any two runs differ."""
@@ -59,33 +58,22 @@ Table = list[list[str]]
 """Rows of cells, the titles of the columns first."""
 
 
-def draw(runs: Mapping[str, Recorded], config: RunConfig) -> "tuple[Figure | None, Iterator[Figure]]":
-    """(the whole picture, None if nothing can be drawn; each of its panels alone). ``runs`` are by label.
+def draw(runs: Mapping[str, Recorded], config: RunConfig) -> "Iterator[Figure]":
+    """Each panel of which something can be drawn. ``runs`` are by label.
 
     With more than ``FEW_RUNS`` runs the panels share one legend, which comes first among the panels.
     """
     drawn = [(panel, lines) for panel in PANELS if (lines := _lines_of(panel, runs))]
-    if not drawn:
-        return None, iter(())
-    labels, has_many = [*runs], len(runs) > FEW_RUNS
-    whole, all_axes = new_figure(len(drawn), TITLE)
-    for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
+    labels = [*runs]
+    if drawn and len(runs) > FEW_RUNS:
+        figure, (axes,) = new_figure(1, "", size=ALONE)
+        axes.remove()
+        draw_legend(figure, labels)
+        yield figure
+    for panel, lines in drawn:
+        figure, (axes,) = new_figure(1, "", size=ALONE)
         draw_lines(axes, panel, lines, config, runs=labels)
-    if has_many:
-        draw_legend(whole, labels, beside_panels=True)
-
-    def alone() -> "Iterator[Figure]":
-        if has_many:
-            figure, (axes,) = new_figure(1, "", size=ALONE)
-            axes.remove()
-            draw_legend(figure, labels)
-            yield figure
-        for panel, lines in drawn:
-            figure, (axes,) = new_figure(1, "", size=ALONE)
-            draw_lines(axes, panel, lines, config, runs=labels)
-            yield figure
-
-    return whole, alone()
+        yield figure
 
 
 def _lines_of(panel: Lines, runs: Mapping[str, Recorded]) -> list[tuple[str, Series]]:

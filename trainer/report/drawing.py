@@ -215,9 +215,8 @@ def line_style(place: int, count: int) -> dict[str, Any]:
     return {"color": colormaps["turbo"](place / (count - 1)), "linestyle": dashes}
 
 
-def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool = False) -> None:
-    """The legend of all runs, for panels without one: in the middle of an empty figure, or under the figure's panels, for
-    which the figure grows."""
+def draw_legend(figure: "Figure", labels: Sequence[str]) -> None:
+    """The legend of all runs, for panels without one: in the middle of an empty figure, which grows as needed."""
     from matplotlib.lines import Line2D
 
     handles = [
@@ -228,9 +227,8 @@ def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool 
     columns = max(int(width * 12 / (max(map(len, labels)) + 8)), 1)  # 12 letters an inch, 8 for the line
     rows = math.ceil(len(labels) / columns)
     needed = 0.18 * rows + 0.3
-    place = "outside lower center" if beside_panels else "center"
-    figure.set_size_inches(width, height + needed if beside_panels else max(height, needed))
-    figure.legend(handles=handles, loc=place, ncols=columns, fontsize=8, frameon=False, handlelength=3.2)
+    figure.set_size_inches(width, max(height, needed))
+    figure.legend(handles=handles, loc="center", ncols=columns, fontsize=8, frameon=False, handlelength=3.2)
 
 
 def _draw_points(

@@ -34,18 +34,17 @@ if TYPE_CHECKING:
     from tracing.reading import Trace
 
 
-def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Sequence[Path] = ()) -> Path:
+def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
     """Write ``figures/*.png`` and ``report.html`` of a run, finished or not; returns the path of the page.
 
     config: the run's; None: read from its folder.
-    against: folders of other runs, to be compared with it.
-    Raises ValueError if a folder is not that of a training run.
+    Raises ValueError if the folder is not that of a training run.
     """
-    run, others = read_run(run_dir, config), [read_run(folder, None) for folder in against]
+    run = read_run(run_dir, config)
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
     pictures = []
-    for name, title, about, figure, panels in _draw_all(run, others):
+    for name, title, about, figure, panels in _draw_all(run):
         path = figures / f"{name}.png"
         if figure is None:
             path.unlink(missing_ok=True)
@@ -69,7 +68,6 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
         at_rest=run.at_rest,
         figures=pictures,
         samples=samples,
-        compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
         seconds=_seconds_by_part(run),
         settings=changed_settings(run.config),
         metrics=_metric_table(run),
@@ -114,7 +112,7 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
     labelled = _labelled(runs)
     results = comparison.results_table({label: (run.recorded, run.config) for label, run in labelled.items()})
     found = Comparison(results=results, settings=_settings_table(labelled), left_out=left_out)
-    _, panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
+    panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
     curves = shown("Curves", comparison.ABOUT, panels)
     text = render(
         "comparison.html",
@@ -131,13 +129,8 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
 # drawing
 
 
-def _draw_all(
-    run: RecordedRun, others: Sequence[RecordedRun]
-) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
+def _draw_all(run: RecordedRun) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
     """(name, title, about, the whole picture for its own file, its panels for the page)"""
-    compared = {label: each.recorded for label, each in _labelled([run, *others]).items()}
-    whole, panels = comparison.draw(compared, run.config) if others else (None, ())
-    yield "comparison", comparison.TITLE, comparison.ABOUT, whole, panels
     for picture in PICTURES:
         panels = draw_alone(picture, run.recorded, run.config)
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
@@ -233,7 +226,7 @@ def render(template: str, **content: object) -> str:
 
 
 def _sections(
-    results: comparison.Table | None, settings: comparison.Table
+    results: comparison.Table, settings: comparison.Table
 ) -> list[tuple[str, str, comparison.Table]]:
     """(title, about, rows) of the tables that are not empty."""
     sections = [

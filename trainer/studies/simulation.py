@@ -27,7 +27,18 @@ from parallel.planning.work import row_counts
 from parallel.simulation.device import Memory, SimulatedDevice
 from parallel.simulation.ranks import Collectives
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
-from rollout.records import LOGPROBS, MASK, TOKEN_IDS, VERSIONS, FinishReason, Group, Trajectory, Turn, digest
+from rollout.records import (
+    COUNTS,
+    LOGPROBS,
+    MASK,
+    TOKEN_IDS,
+    VERSIONS,
+    FinishReason,
+    Group,
+    Trajectory,
+    Turn,
+    digest,
+)
 from trainer.batch.plan import packed_length
 from trainer.batch.sharing_out import Share
 from trainer.checkpointing import Checkpointer
@@ -93,10 +104,11 @@ def simulate(
     collectives.message = (rows, 1, architecture.hidden_size)
     sync = _Sync(learner, config, device.memory)
     device.memory.part = "activations"  # until the weights are sent
+    num_kept = config.rollout.top_k if config.rollout.is_truncated else 0
     run = Run(
         config=short,
         learner=learner,
-        sampler=cast(SharedSampler, _Sampler(step, config.layout.dp_size, learner)),
+        sampler=cast(SharedSampler, _Sampler(step, config.layout.dp_size, learner, num_kept=num_kept)),
         weight_sync=cast(WeightSync, sync),
         checkpointer=Checkpointer(folder, short.checkpoint),
         recorder=Recorder(folder, "none", config.correction),
@@ -168,9 +180,11 @@ def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Ten
 class _Sampler:
     """Hands out one step's samples, the same on every rank."""
 
-    def __init__(self, step: MadeStep, dp_size: int, learner: Learner):
+    def __init__(self, step: MadeStep, dp_size: int, learner: Learner, *, num_kept: int = 0):
+        """num_kept: ids that the sampler kept for each token of a response; 0: it did not truncate."""
         self._step, self._count = step, step.samples * step.microbatches * dp_size
         self._vocab_size = learner.engine.architecture.vocab_size
+        self._num_kept = num_kept
 
     def next_groups(self, *args, **kwargs) -> Sampled:
         samples = [self._trajectory(sibling) for sibling in range(self._count)]
@@ -191,6 +205,7 @@ class _Sampler:
             response_digest=digest(tokens[start:]),
             finish_reason=FinishReason.LENGTH,
         )
+        num_kept, kept_ids = self._kept(tokens, is_response)
         return Trajectory(
             group_id=0,
             sibling_id=sibling,
@@ -202,7 +217,19 @@ class _Sampler:
             turns=[turn],
             reward=float(sibling % 2),
             reward_parts={},
+            num_kept=num_kept,
+            kept_ids=kept_ids,
         )
+
+    def _kept(
+        self, tokens: np.ndarray, is_response: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """The token itself, and those after it in the vocabulary."""
+        if not self._num_kept:
+            return None, None
+        count = min(self._num_kept, self._vocab_size)
+        ids = (tokens[is_response, None] + np.arange(count, dtype=TOKEN_IDS)) % self._vocab_size
+        return is_response * COUNTS(count), ids.ravel()
 
     def drain(self, within_s: float) -> None: ...
 

@@ -34,7 +34,7 @@ def test_both_runs_are_evaluated_with_their_own_weights_and_compared(tmp_path, m
 
     monkeypatch.setattr(quickstart, "train", train)
     monkeypatch.setattr(quickstart, "evaluate", evaluate)
-    monkeypatch.setattr(quickstart, "report", lambda run, against: calls.append(("report", run, against)))
+    monkeypatch.setattr(quickstart, "compare", lambda runs, out: calls.append(("compare", runs, out)))
     quickstart.compare_corrections(tmp_path / "warm", 3)
     one, other = "countdown-tiny-int2-clipped-against-rollout", "countdown-tiny-int2-corrected"
     assert calls == [
@@ -42,7 +42,7 @@ def test_both_runs_are_evaluated_with_their_own_weights_and_compared(tmp_path, m
         ("evaluate", f"model.path={tmp_path / one / 'hf'}"),
         ("train", other, True, True),
         ("evaluate", f"model.path={tmp_path / other / 'hf'}"),
-        ("report", tmp_path / other, [tmp_path / one]),
+        ("compare", [tmp_path / one, tmp_path / other], tmp_path / "comparison.html"),
     ]
     said = capsys.readouterr().out
     assert "own weights, clipped-against-rollout: 20.0%" in said and "own weights, corrected: 40.0%" in said

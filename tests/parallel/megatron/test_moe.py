@@ -41,7 +41,13 @@ from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
-from tests.support.layout_workers import by_hf_names, with_experts, work_layout
+from tests.support.layout_workers import (
+    by_hf_names,
+    gradients_of_update,
+    weights_by_hf_names,
+    with_experts,
+    work_layout,
+)
 from tests.support.megatron_workers import (
     make_batch,
     make_engine,
@@ -428,6 +434,36 @@ def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute, replays):
         assert all(torch.equal(old, new["logprobs_T"]) for old, new in zip(scored, trained, strict=True))
 
 
+@pytest.mark.parametrize("kind, changes", [("qwen3_moe", MIXED), ("glm4_moe", {}), ("gpt_oss", {})])
+def test_frozen_routers_keep_every_bit_and_all_else_steps_as_beside_trained_ones(tmp_path, kind, changes):
+    """Without clipping a weight's first step depends on its own gradient alone."""
+    folder = make_moe_model(tmp_path / "m", kind, **changes)
+    batch = make_batch([9, 5, 12, 9, 3, 20])
+    norms, gradients, weights = {}, {}, {}
+    for freeze_router in (False, True):
+        engine = make_engine(folder, freeze_router=freeze_router, weight_decay=0.1)
+        before = weights_by_hf_names(engine)
+        with gradients_of_update(engine) as gradients[freeze_router]:
+            norms[freeze_router] = engine.update([batch], weighted_loss, temperature=0.7).grad_norm
+        weights[freeze_router] = weights_by_hf_names(engine)
+    routers = {name for name in before if ".mlp.gate." in name or ".mlp.router." in name}
+    bias = {"glm4_moe": "gate.e_score_correction_bias", "gpt_oss": "router.bias"}.get(kind, "gate.weight")
+    assert any(name.endswith(bias) for name in routers)
+    of_routers = 0.0
+    for name, start in before.items():
+        moved = weights[False][name]
+        if name in routers:
+            assert torch.equal(weights[True][name], start), name
+            if not name.endswith("e_score_correction_bias"):
+                assert not torch.equal(moved, start), name
+                of_routers += float(gradients[False][name].square().sum())
+        else:
+            assert not torch.equal(moved, start), name
+            assert torch.equal(weights[True][name], moved), name
+            assert torch.equal(gradients[True][name], gradients[False][name]), name
+    assert norms[True] ** 2 == pytest.approx(norms[False] ** 2 - of_routers, rel=1e-5)
+
+
 # --- routing replay
 # -----------------------------------------------------------------------------------------------------------------------
 
@@ -747,9 +783,16 @@ def alone(models, tmp_path_factory) -> dict[str, dict]:
     biased = dict(
         kind="policy", folder=models["gpt_oss"], checkpoint=checkpoint.parent / "biased" / checkpoint.name
     )
-    saves = {"saved": ("save", job), "saved uneven": ("save", uneven), "saved biased": ("save", biased)}
+    frozen = job | {"checkpoint": checkpoint.parent / "frozen" / checkpoint.name, "freeze_router": True}
+    saves = {
+        "saved": ("save", job),
+        "saved uneven": ("save", uneven),
+        "saved biased": ("save", biased),
+        "saved frozen": ("save", frozen),
+    }
     folders = {
         "folder": checkpoint,
+        "frozen": frozen["checkpoint"],
         "uneven": uneven["checkpoint"],
         "biased": biased["checkpoint"],
     }
@@ -769,6 +812,7 @@ def on_two_ranks(models, alone, tmp_path_factory):
         {
             "plain": ("step", job | {"distributed": False}),
             "loaded": ("load", job | {"checkpoint": alone["folder"]}),
+            "loaded frozen": ("load", job | {"checkpoint": alone["frozen"], "freeze_router": True}),
             "saved": ("save", job | {"checkpoint": folder / "step_000001"}),
         }
     )
@@ -803,6 +847,7 @@ def test_an_optimizer_that_is_not_distributed_steps_alike(on_two_ranks, alone):
 def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, alone, models):
     ranks, folder = on_two_ranks
     assert_same_step([found["ep2"]["loaded"] for found in ranks], alone["saved"])
+    assert_same_step([found["ep2"]["loaded frozen"] for found in ranks], alone["saved frozen"])
     assert_same_step([found["ep2 tp2 sp"]["loaded"] for found in ranks], alone["saved biased"])
     jobs = {
         "saved": ("load", dict(kind="policy", folder=models["mixed"], checkpoint=folder / "step_000001")),

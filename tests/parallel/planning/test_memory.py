@@ -69,6 +69,7 @@ class Case:
     lora: tuple[str, ...] = ()
     """The targets of adapters; none: every weight is trained."""
     forward: str = "merged"
+    freeze_router: bool = False
 
     @property
     def adapters(self) -> dict[str, Any] | None:
@@ -77,6 +78,7 @@ class Case:
     def __str__(self) -> str:
         of_optimizer = "" if self.distributed else "-plain"
         of_optimizer += f"-{self.forward}:{','.join(self.lora)}" if self.lora else ""
+        of_optimizer += "-frozen router" if self.freeze_router else ""
         return f"{self.kind}-{','.join(f'{k}={v}' for k, v in self.layout.items())}-{self.dtype}-{self.recompute}{of_optimizer}"
 
 
@@ -90,6 +92,7 @@ ONE_RANK = [
     Case({"dp": 1}, kind="glm4_moe"), Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe"),
     Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe", lora=("qkv", "proj")), Case({"dp": 1}, kind="phi3"),
     Case({"dp": 1}, kind="deepseek_v3"), Case({"dp": 1}, dtype="bfloat16", kind="deepseek_v3"),
+    Case({"dp": 1}, dtype="bfloat16", kind="deepseek_v3", freeze_router=True),
     Case({"dp": 1}, kind="qwen3_5_text"), Case({"dp": 1}, dtype="bfloat16", recompute="full", kind="qwen3_5_text"),
     Case({"dp": 1}, kind="gpt_oss"),
     Case({"dp": 1}, kind="olmo3"), Case({"dp": 1}, dtype="bfloat16", kind="olmo3"), Case({"dp": 1}, kind="glm4"),
@@ -120,6 +123,7 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
     return dict(
         folder=folder / case.kind, layout=case.layout, lengths=lengths, microbatches=microbatches, vocab=SIZES["vocab_size"],
         dtype=case.dtype, recompute=case.recompute, distributed=case.distributed, lora=case.adapters,
+        freeze_router=case.freeze_router,
     )  # fmt: skip
 
 
@@ -167,7 +171,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         work = Work(
             device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
             distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
-            lora=LoraConfig.model_validate(case.adapters) if case.adapters else None,
+            lora=LoraConfig.model_validate(case.adapters) if case.adapters else None, freeze_router=case.freeze_router,
         )  # fmt: skip
         memory = learner_memory(
             read_architecture(config), layout, work, stage=rank * layout.pp // layout.world_size
@@ -230,6 +234,35 @@ def test_context_parallelism_splits_all_but_the_gathered_keys_and_values():
 )
 def test_passes_in_flight(layout, stage, microbatches, passes):
     assert in_flight(LayoutConfig(dp=1, **layout), stage, microbatches) == passes
+
+
+def test_kept_ids_by_hand():
+    """4096 ids of each of 16384 tokens, 64 Mi in all. With the logits there, an int32 copy, two int64 numbers, and for each of
+    1024 tokens of a chunk an int64 and a float32. Before them, where they are smaller: an int32 twice, and what makes the rest."""
+    architecture, ids = read_architecture(QWEN2), 4096 * 16384
+    work = replace(GPU_WORK, recompute="none", kept_ids=4096)
+
+    def of(work, stage=0, **layout):
+        return learner_memory(architecture, LayoutConfig(dp=1, **layout), work, stage)
+
+    whole = of(work)
+    assert whole.kept_ids == 20 * ids + 12 * 4096 * 1024
+    assert whole.passing == of(replace(work, kept_ids=0)).passing + whole.kept_ids
+    assert of(work, tp=4).kept_ids == 49 * ids - of(work, tp=4).logits > 20 * ids + 12 * 4096 * 1024
+    assert of(work, pp=2).kept_ids == 4 * ids and of(work, 1, pp=2).kept_ids == whole.kept_ids
+    assert of(work, cp=8).kept_ids == 20 * ids // 8 + 12 * 4096 * 1024
+    # Under recompute the logits find the room of a whole layer empty.
+    again = replace(work, recompute="full")
+    room = logits_bytes(architecture, LayoutConfig(dp=1), again) - of(again).logits
+    assert room > 0 and of(again).kept_ids == whole.kept_ids
+    wide = replace(again, token_budget=65536, kept_ids=20)
+    layer = of(wide)
+    assert layer.logits == layer.kept_ids == 0, "a whole layer is more than logits and ids"
+    few = read_architecture(QWEN2 | {"vocab_size": 1000})
+    assert learner_memory(few, LayoutConfig(pp=2, dp=1), work, 0).kept_ids == 4 * 1000 * 16384
+    config = {"model": {"path": "m"}, "task": {"type": "countdown"}, "rollout": {"top_k": 64}}
+    assert work_of(RunConfig.model_validate(config), "cuda").kept_ids == 64
+    assert work_of(RunConfig.model_validate(config | {"rollout": {}}), "cuda").kept_ids == 0
 
 
 @pytest.mark.parametrize(
@@ -324,6 +357,14 @@ def test_experts_are_divided_and_the_rest_is_not():
         recompute="none",
         distributed_optimizer=True,
     )
+    # A frozen router of 8 * 4 on each of two ranks: 4 bytes of a gradient, 8 of a state that the two divide.
+    layout, whole = LayoutConfig(ep=2, dp=2), replace(work, critic=architecture, critic_dtype="float32")
+    plain, frozen = (
+        learner_memory(architecture, layout, replace(whole, freeze_router=freeze), 0)
+        for freeze in (False, True)
+    )
+    assert (plain.gradients - frozen.gradients, plain.optimizer - frozen.optimizer) == (4 * 32, 8 * 16)
+    assert (frozen.parameters, frozen.critic) == (plain.parameters, plain.critic)
     # A shared expert of 6 is split over tensor-parallel ranks, and its gate, H numbers, is not.
     for has_gate in (False, True):
         shared_expert = replace(architecture.experts, shared_size=6, has_shared_gate=has_gate)

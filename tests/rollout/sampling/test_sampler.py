@@ -1142,20 +1142,20 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(
     path = write_problems(tmp_path / "p.jsonl", ["1+2", "1" * 60, "3"])
     task = {"type": "jsonl", "train_path": path, "heldout_path": path, "apply_chat_template": False}
     config = run_config(model_dir, task=task, prompts_per_step=3)
-    evaluation = EvaluationConfig(top_p=0.7, max_new_tokens=66)
+    evaluation = EvaluationConfig(top_p=0.7, top_k=20, max_new_tokens=66)
     config = config.model_copy(update={"evaluation": evaluation})
     announced, ready, asked = [], threading.Event(), set()
 
     class Limited(FakeEngine):
-        top_p = 1.0
+        limits = (1.0, -1)
 
-        def with_own_places(self, *, top_p):
+        def with_own_places(self, *, top_p, top_k):
             other = Limited()
-            other.top_p = top_p
+            other.limits = (top_p, top_k)
             return other
 
         async def generate_group(self, prompt_ids, *, max_new_tokens, **given):
-            asked.add((self.top_p, max_new_tokens))
+            asked.add((*self.limits, max_new_tokens))
             return await super().generate_group(prompt_ids, max_new_tokens=max_new_tokens, **given)
 
     @asynccontextmanager
@@ -1183,9 +1183,9 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(
         digest = digest_of(load_checked_task(config, architecture_of(model_dir))[1].train)
         remote.load_state({"position": 0, "num_prompts": 3, "prompts": digest})  # other numbers are refused
         remote.next_groups(3, newest=0, max_staleness=0)
-        assert asked == {(1.0, 40)}
+        assert asked == {(1.0, -1, 40)}
         assert remote.evaluate().count == 3
-        assert asked == {(1.0, 40), (0.7, 66)}
+        assert asked == {(1.0, -1, 40), (0.7, 20, 66)}
         remote.stop()
     thread.join(20)
     assert not thread.is_alive()

@@ -224,18 +224,18 @@ def test_kept_ids_and_log_probs_are_of_the_truncated_softmax(fleet, models, limi
 
 
 @pytest.mark.engines
-def test_siblings_of_one_prompt_differ_unless_top_p_leaves_one_id(fleet):
+def test_siblings_of_one_prompt_differ_unless_top_p_or_top_k_leaves_one_id(fleet):
     async def sample():
         async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
             asked = {"prompt_ids": [4, 5, 6], "max_new_tokens": 8, "stop_token_ids": [0], "seeds": range(16)}
-            likeliest = client.with_own_places(top_p=1e-9)
+            likeliest = [client.with_own_places(top_p=1e-9), client.with_own_places(top_k=1)]
             return [
                 {tuple(c.token_ids) for c in await each.generate_group(**asked, temperature=temperature)}
-                for each, temperature in ((client, 1.0), (likeliest, 1.0), (client, 0.0))
+                for each, temperature in ((client, 1.0), *((each, 1.0) for each in likeliest), (client, 0.0))
             ]
 
-    sampled, likeliest, greedy = asyncio.run(sample())
-    assert len(sampled) > 8 and likeliest == greedy and len(greedy) == 1
+    sampled, *likeliest, greedy = asyncio.run(sample())
+    assert len(sampled) > 8 and likeliest == [greedy, greedy] and len(greedy) == 1
 
 
 @pytest.mark.engines

@@ -217,7 +217,7 @@ def test_experts_are_asked_for_where_they_are_not_known():
 
 
 def test_kept_ids_are_asked_for_with_the_limits_and_give_the_log_probs():
-    """Samples that are not trained on come from the full distribution, or from that of their own top_p."""
+    """Samples that are not trained on come from the full distribution, or from their own top_p and top_k."""
     truncation = Truncation(top_p=0.9, top_k=3, min_p=0.1, vocab_size=50)
     reply = answer()
     ids = reply["output_ids"]
@@ -234,12 +234,12 @@ def test_kept_ids_are_asked_for_with_the_limits_and_give_the_log_probs():
             assert found.rollout_logprobs.tolist() == values
             plain = await ask(client.with_own_places())
             assert plain.num_kept is None and plain.rollout_logprobs.tolist() != values
-            assert (await ask(client.with_own_places(top_p=0.7))).num_kept is None
+            assert (await ask(client.with_own_places(top_p=0.7, top_k=20))).num_kept is None
             limits = [
                 tuple(b["sampling_params"][0][name] for name in ("top_p", "top_k", "min_p"))
                 for b in server.bodies
             ]
-            assert limits == [(0.9, 3, 0.1), (1.0, -1, 0.0), (0.7, -1, 0.0)]
+            assert limits == [(0.9, 3, 0.1), (1.0, -1, 0.0), (0.7, 20, 0.0)]
             fields = [(b.get("return_sampling_mask"), b.get("sampling_logprobs_mode")) for b in server.bodies]
             assert fields == [(True, "selected"), (None, None), (None, None)]
             with pytest.raises(GenerationError, match="no sampling masks"):

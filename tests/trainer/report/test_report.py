@@ -29,7 +29,7 @@ from tests.tracing.made import write_run as write_trace
 from trainer.report import comparison, timeline
 from trainer.report import page as page_module
 from trainer.report.drawing import COLORS, MOST_BARS, draw, draw_legend, draw_lines, draw_stack, new_figure
-from trainer.report.page import changed_settings, write_report
+from trainer.report.page import changed_settings, write_comparison, write_report
 from trainer.report.pictures import PICTURES, Lines
 from trainer.report.recorded_run import alarm_histories
 from trainer.report.series import MOST_POINTS, Recorded, Series, smooth, thinned
@@ -994,14 +994,11 @@ def test_runs_are_compared_line_by_line_and_setting_by_setting(tmp_path):
         make_run(tmp_path / c.name, range(1, 5), c, metrics=m)
         for c, m in ((one, some_metrics), (two, few_metrics))
     ]
-    path = write_report(folders[0], against=folders[1:])
-    page = Page(path)
-    assert "Compared runs" in page.text and (path.parent / "figures/comparison.png").is_file()
-    table = page.text[page.text.index("Settings in which the compared runs differ") :]
+    write_comparison(folders, tmp_path / "page.html")
+    text = Page(tmp_path / "page.html").text
+    table = text[text.index("Settings in which the compared runs differ") : text.index("Curves")]
     assert "field one two" in table and "rollout.precision int4 null" in table
-    assert "learner.minibatches 1 4" in table and "launch.runs_dir" not in table.split("Compared runs")[0]
-    write_report(folders[0])
-    assert "Compared runs" not in Page(path).text and not (path.parent / "figures/comparison.png").exists()
+    assert "learner.minibatches 1 4" in table and "launch.runs_dir" not in table
 
 
 def test_differing_settings_and_labels_by_hand():
@@ -1015,14 +1012,11 @@ def test_differing_settings_and_labels_by_hand():
 def test_a_metric_that_is_rounding_in_every_run_is_not_compared():
     flat = Recorded(steps=[1, 2], series={"mismatch/k3": Series([1, 2], [1e-9, 2e-9])})
     high = Recorded(steps=[1, 2], series={"mismatch/k3": Series([1, 2], [1e-9, 2e-2])})
-    whole, alone = comparison.draw({"a": flat, "b": flat}, make_config())
-    assert whole is None and not list(alone)
-    whole, alone = comparison.draw({"a": flat, "b": high}, make_config())
-    (panel,) = alone
+    assert not list(comparison.draw({"a": flat, "b": flat}, make_config()))
+    (panel,) = comparison.draw({"a": flat, "b": high}, make_config())
     legend = panel.axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
     assert legend.get_title().get_text() == "KL of the two engines, k3"
-    assert len(whole.axes) == 1
 
 
 def test_the_table_of_results_by_hand():
@@ -1081,8 +1075,7 @@ def test_many_runs_share_one_legend_and_keep_their_style_in_every_panel(count):
         return Recorded(steps=[1, 2], series=reward if number == 0 else reward | entropy)
 
     runs = {f"run {number}": recorded(number) for number in range(count)}
-    whole, alone = comparison.draw(runs, make_config())
-    legend, *panels = alone
+    legend, *panels = comparison.draw(runs, make_config())
     styles = []
     for panel in panels:
         (axes,) = panel.axes
@@ -1093,12 +1086,11 @@ def test_many_runs_share_one_legend_and_keep_their_style_in_every_panel(count):
     dashes = [line.get_linestyle() + str(line._dash_pattern) for line in panels[0].axes[0].lines]
     colors = [str(line.get_color()) for line in panels[0].axes[0].lines]
     assert len({*zip(colors, dashes, strict=True)}) == count, "no two runs look alike"
-    for figure in (legend, whole):
-        (found,) = figure.legends
-        assert [text.get_text() for text in found.get_texts()] == [*runs]
-        figure.draw_without_rendering()
-        box, room = found.get_window_extent(), figure.bbox
-        assert box.x0 >= 0 and box.x1 <= room.width and box.y0 >= 0 and box.y1 <= room.height
+    (found,) = legend.legends
+    assert [text.get_text() for text in found.get_texts()] == [*runs]
+    legend.draw_without_rendering()
+    box, room = found.get_window_extent(), legend.bbox
+    assert box.x0 >= 0 and box.x1 <= room.width and box.y0 >= 0 and box.y1 <= room.height
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the command would print it
         page_module.as_svg(legend)
