@@ -63,8 +63,8 @@ Finding = tuple[str, str]
 
 _MOST_BYTES = 10_000_000
 """Largest config file that is read."""
-_WRITTEN_BY = {".toml": "prime-rl", ".sh": "verl or slime", ".py": "TRL", ".json": "another system"}
-"""Files that start runs of other systems, by suffix."""
+_WRITTEN_BY = {".toml": "prime-rl", ".sh": "verl or slime", ".py": "TRL"}
+"""Files that start runs of other systems, by suffix. JSON is YAML too."""
 _ROOT = Shape.of(AnyConfig)
 
 

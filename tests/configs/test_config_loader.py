@@ -1041,7 +1041,6 @@ def test_a_sign_of_another_syntax_and_the_key_behind_it_are_answered_at_once(fol
         ("rl.toml", '[model]\nname = "M"\n', "prime-rl"),
         ("run.sh", "python3 -m verl.trainer.main_ppo data.train_batch_size=8\n", "verl or slime"),
         ("train.py", "from trl import GRPOTrainer\n", "TRL"),
-        ("base.json", '{"model": {"path": "M"}}', "another system"),
     ],
 )
 def test_a_config_that_is_no_yaml(folder, name, text, system):
