@@ -197,7 +197,7 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(
 def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(
     monkeypatch, capsys, error, fix
 ):
-    def fail(run, against):
+    def fail(run):
         raise error
 
     monkeypatch.setattr(results, "report", fail)
