@@ -123,7 +123,8 @@ class RolloutConfig(Schema):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Training samples come from the fewest ids whose probabilities sum to top_p. With top_p, top_k or min_p the servers
     return each token's kept ids, and all log-probs and entropies of the learner are those of the softmax over them.
-    Evaluations have their own ``evaluation.top_p`` and ``top_k``. It needs a finite top_k, without which SGLang returns no kept ids."""
+    It needs a finite top_k, without which SGLang returns no kept ids. Evaluations have their own ``evaluation.top_p`` and
+    ``top_k``."""
     top_k: Annotated[int, Field(ge=-1, le=MOST_KEPT)] = -1
     """Training samples come from the top_k likeliest ids (2 to 4096). -1: all, the only choice without top_p and min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0

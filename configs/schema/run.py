@@ -124,11 +124,6 @@ class RunConfig(Schema):
         return self.objective
 
     @property
-    def heldout_max_new_tokens(self) -> int:
-        """Most tokens of a response to a held-out problem."""
-        return self.evaluation.max_new_tokens or self.rollout.max_new_tokens
-
-    @property
     def has_reference_weights(self) -> bool:
         """Whether the reference of the KL has its own weights. With adapters the reference is the policy
         without them, unless ``kl.model`` is set."""

@@ -24,6 +24,7 @@ from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.layout import layout_problems
 from parallel.planning.other_models import work_of_run
 from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
+from rollout.sampling.prompt_room import response_limit
 
 CPU_CACHE_TOKENS = 65536
 """Cache of a server on CPU without ``rollout.max_total_tokens``."""
@@ -189,12 +190,12 @@ def _smaller(config: RunConfig) -> Iterator[dict[str, Any]]:
 def _server_findings(config: RunConfig, device: Device, server: RolloutMemory) -> Iterator[Finding]:
     """A server must hold one response of full length, with one token of a prompt."""
     rollout, size = config.rollout, memory.size_text
-    limits = ("evaluation", config.heldout_max_new_tokens), ("rollout", rollout.max_new_tokens)
-    block, longest = max(limits, key=itemgetter(1, 0))
+    limits = response_limit(config, "training"), response_limit(config, "held-out")
+    field, longest = max(limits, key=itemgetter(1))
     if server.tokens > longest or server.unused:
         return  # too small a limit of the cache is refused by ``prompt_room``
     left = f"leaves {size(server.reserved)} to SGLang's activations"
-    room = f"the {device.text} have room for {server.tokens} tokens, and {block}.max_new_tokens={longest} do not fit"
+    room = f"the {device.text} have room for {server.tokens} tokens, and {field}={longest} do not fit"
     error = f"with rollout.tp={rollout.tp} a server rank holds {size(server.weights)} of weights and {left}, so that {room}"
     yield "rollout.tp", f"{error}; use a larger rollout.tp, or shorter responses"
 

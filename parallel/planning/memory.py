@@ -13,6 +13,7 @@ that the CUDA kernels save.
 
 from dataclasses import dataclass, fields, replace
 
+from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from parallel.planning.activations import (
@@ -173,6 +174,21 @@ def trained_parameters(
         )
         shared -= sparse * router_parameters(architecture)
     return shared, expert
+
+
+def trained_in_run(
+    config: RunConfig, architecture: Architecture, layout: LayoutConfig, stage: int, *, is_policy: bool
+) -> tuple[int, int]:
+    """``trained_parameters`` of a run's policy, or of its critic, which is trained whole and has no output layer."""
+    learner = config.learner
+    return trained_parameters(
+        architecture,
+        layout,
+        stage,
+        learner.lora if is_policy else None,
+        freeze_router=is_policy and learner.freeze_router,
+        output=is_policy,
+    )
 
 
 def router_parameters(architecture: Architecture) -> int:

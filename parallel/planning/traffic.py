@@ -12,7 +12,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture
-from parallel.planning.memory import stage_parameters, trained_parameters
+from parallel.planning.memory import stage_parameters, trained_in_run
 from parallel.planning.work import BYTES, copies_of, stage_layers
 
 Group = Literal["tensor", "context", "pipeline", "expert"]
@@ -101,14 +101,7 @@ def data_bytes(
     Gradients 4 P reduce-scattered and weights b P gathered (distributed optimizer; else 4 P all-reduced), P the rank's
     trained parameters, over its cp dp copies; experts over tp cp dp / ep. ``output=False``: a critic, trained whole.
     """
-    shared, expert = trained_parameters(
-        architecture,
-        layout,
-        stage,
-        config.learner.lora if output else None,
-        freeze_router=output and config.learner.freeze_router,
-        output=output,
-    )
+    shared, expert = trained_in_run(config, architecture, layout, stage, is_policy=output)
     copies, expert_copies = copies_of(layout)
     of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
     distributed = config.learner.optimizer.distributed

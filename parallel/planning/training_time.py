@@ -14,7 +14,7 @@ from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
-from parallel.planning.memory import trained_parameters
+from parallel.planning.memory import trained_in_run
 from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
 from parallel.planning.work import BYTES, COPIED, copies_of
 
@@ -237,14 +237,7 @@ def optimizer_seconds(
     8 + 12 + 12 bytes for each number whose state this rank has, and b to write the weight. Zeroing: 4 for each of the
     rank's gradients.
     """
-    shared, expert = trained_parameters(
-        architecture,
-        layout,
-        stage,
-        config.learner.lora if is_policy else None,
-        freeze_router=is_policy and config.learner.freeze_router,
-        output=is_policy,
-    )
+    shared, expert = trained_in_run(config, architecture, layout, stage, is_policy=is_policy)
     state: float = shared + expert
     if config.learner.optimizer.distributed:
         copies, expert_copies = copies_of(layout)

@@ -30,7 +30,7 @@ from rollout.environments.rendering import ChatRenderer, encode_within
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.rewards.by_field import AnyScorer
-from rollout.sampling.prompt_room import PromptsOf, sequence_limits
+from rollout.sampling.prompt_room import PromptsOf, response_limit, sequence_limits
 from rollout.user_code import import_function
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def sample_makers(
         yield lambda which: SingleTurns(
             texts=texts,
             stop_token_ids=stop_token_ids,
-            max_new_tokens=_max_new_tokens(config, which),
+            max_new_tokens=response_limit(config, which)[1],
             score=scorer.score,
         )
         return
@@ -101,12 +101,8 @@ def _limits(config: RunConfig, block: _Block, which: PromptsOf, max_positions: i
         max_turns=block.max_turns,
         max_tokens=min([*own, *(limit.sequence for limit in most)]),
         max_prompt_tokens=min(limit.prompt for limit in most),
-        max_new_tokens=_max_new_tokens(config, which),
+        max_new_tokens=response_limit(config, which)[1],
     )
-
-
-def _max_new_tokens(config: RunConfig, which: PromptsOf) -> int:
-    return config.rollout.max_new_tokens if which == "training" else config.heldout_max_new_tokens
 
 
 @asynccontextmanager

@@ -51,6 +51,13 @@ class PromptRoom:
         )
 
 
+def response_limit(config: RunConfig, which: PromptsOf) -> tuple[str, int]:
+    """The field that limits the tokens of a response, and its value."""
+    if which == "held-out" and config.evaluation.max_new_tokens is not None:
+        return "evaluation.max_new_tokens", config.evaluation.max_new_tokens
+    return "rollout.max_new_tokens", config.rollout.max_new_tokens
+
+
 def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> PromptRoom:
     """The room for a prompt within the limits of a sequence.
 
@@ -61,9 +68,7 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> P
         ValueError: there is no room; the message names the limits and the fix.
     """
     limits = sequence_limits(config, which, max_positions=max_positions)
-    is_own = which == "held-out" and config.evaluation.max_new_tokens is not None
-    field = f"{'evaluation' if is_own else 'rollout'}.max_new_tokens"
-    max_new = config.heldout_max_new_tokens if is_own else config.rollout.max_new_tokens
+    field, max_new = response_limit(config, which)
     rooms = {limit.name: min(limit.sequence - max_new, limit.prompt) for limit in limits}
     room = min(rooms.values())
     within = ", ".join(_in_words(limit) for limit in limits)

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.rank_objects import from_all_ranks
-
 
 class Reduction(StrEnum):
     MEAN = "mean"
@@ -190,7 +188,9 @@ def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[
     """The exact merge over all ranks of ``group`` (None: this process alone), the same on every rank."""
     if group is None or dist.get_world_size(group) == 1:
         return dict(metrics)
-    return merge_metrics(from_all_ranks(dict(metrics), group))
+    everyone: list[Metrics] = [metrics] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(metrics), group=group)
+    return merge_metrics(everyone)
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -69,13 +69,17 @@ def loss_terms(groups, advantage, **options) -> dict[tuple[int, int], tuple[list
     return terms
 
 
+def drawn_groups(data, seed: int) -> list[Group]:
+    rewards = [[data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(4)] for _ in range(3)]
+    lengths = [[data.draw(st.integers(3, 12)) for _ in range(4)] for _ in range(3)]
+    return make_groups(lengths, rewards, seed=seed)
+
+
 @pytest.mark.parametrize("name", ADVANTAGES)
 @settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_the_others_are_trained_on_as_if_it_were_not_there(name, data, seed):
-    rewards = [[data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(4)] for _ in range(3)]
-    lengths = [[data.draw(st.integers(3, 12)) for _ in range(4)] for _ in range(3)]
-    groups = make_groups(lengths, rewards, seed=seed)
+    groups = drawn_groups(data, seed)
     left_out = data.draw(st.sets(st.integers(0, 3), min_size=1, max_size=2))
     found = loss_terms([unscored(g, left_out) for g in groups], ADVANTAGES[name])
     expected = loss_terms([without(g, left_out) for g in groups], ADVANTAGES[name])
@@ -99,9 +103,7 @@ def test_a_sample_whose_siblings_are_all_unscored_has_nothing_to_be_compared_wit
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_the_reward_of_a_masked_sample_counts_in_its_groups_baseline(name, data, seed):
     """As if it were trained on; OPO's weight is the tokens that are in the loss, here none."""
-    rewards = [[data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(4)] for _ in range(3)]
-    lengths = [[data.draw(st.integers(3, 12)) for _ in range(4)] for _ in range(3)]
-    groups = make_groups(lengths, rewards, seed=seed)
+    groups = drawn_groups(data, seed)
     masked = data.draw(st.sets(st.integers(0, 3), min_size=1, max_size=2))
     cut = truncated(groups, {(group, sibling) for group in range(3) for sibling in masked})
     found = loss_terms(cut, ADVANTAGES[name], masks_truncated=True)
