@@ -232,6 +232,7 @@ OTHER_FIELDS = _by_name({
         "rollout_function_path rollout_func environment_factory agent_func_path tool_config_path interaction_config_path "
         "agent_loop_config_path multi_turn",
     "`environment`, of type agent for a program of verifiers": "orchestrator.env train.env train.source",
+    "`advantage.credit`, turn, which adds the rewards of later turns without a discount": "turn_discount",
     "`environment.max_turns`": "max_rollout_turns max_turns max_assistant_turns",
     "`environment.tool_call_parser`, beside `environment.type` chat or agent":
         "tool_call_parser sglang_tool_call_parser enable_auto_tool_choice",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import Contradiction
 from configs.schema.correction import ImportanceWeight
-from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
+from configs.schema.environment import MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
 from configs.schema.reward import CodeReward, OverlongPenalty, RewardByField, rewards_in
@@ -99,12 +99,17 @@ _OF_OTHER_ANSWERS = {"countdown": ("gsm8k", "math_verify"), "gsm8k": ("countdown
 
 
 def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
-    if config.credits_turns and isinstance(config.environment, SingleTurn | AgentEnvironment):
+    if config.credits_turns and isinstance(config.environment, SingleTurn):
         yield Contradiction(
             ("advantage.credit", "environment.type"),
-            f"advantage.credit=turn needs turns that earn rewards, and with environment.type={config.environment.type} a sample has one "
-            "reward",
-            "use credit=episode, or an environment of type tokens, chat or openenv",
+            "advantage.credit=turn needs turns that earn rewards, and with environment.type=single_turn a sample has one reward",
+            "use credit=episode, or an environment",
+        )
+    if config.credits_turns and getattr(config.environment, "reward", None) == "run":
+        yield Contradiction(
+            ("advantage.credit", "environment.reward"),
+            "advantage.credit=turn needs turns that earn rewards, and with environment.reward=run an episode has one reward",
+            "use credit=episode, or environment.reward=agent and an agent that prints turn_rewards",
         )
     if config.credits_turns and config.advantage.type == "grpo" and config.kl.in_reward:
         yield Contradiction(

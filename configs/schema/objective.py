@@ -113,10 +113,10 @@ ObjectiveConfig = Annotated[
 
 class CreditedAdvantage(Schema):
     credit: Literal["episode", "turn"] = "episode"
-    """For environments whose turns earn rewards (step rewards, ``context.reward_turn``). episode: their sum
-    is the reward of the whole episode. turn: a turn is credited with the rewards of this turn and of later
-    ones. grpo then compares the rewards of all turns of a group (process supervision, arXiv 2402.03300); gae
-    and reinforce_pp put each reward on the last token of its turn."""
+    """For environments whose turns earn rewards (step rewards, ``context.reward_turn``, an agent's
+    ``turn_rewards``). episode: their sum is the reward of the whole episode. turn: a turn is credited with the
+    rewards of this turn and of later ones. grpo then compares the rewards of all turns of a group (process
+    supervision, arXiv 2402.03300); gae and reinforce_pp put each reward on the last token of its turn."""
 
 
 class GrpoAdvantage(CreditedAdvantage):

@@ -20,6 +20,7 @@ from rollout.environments.gateway_session import GatewaySession
 from rollout.environments.processes import plain_value
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
 from rollout.records import Prompt, Status
+from rollout.rewards.function import LARGEST
 from rollout.servers.watched_process import how_it_ended
 from rollout.terminal_text import on_one_visible_line
 
@@ -90,7 +91,8 @@ class AgentEpisodes:
         }
         if self._config.reward == "run":
             return Outcome.of(await session.score(), **counts)
-        reward, parts = _reward_of(process.last_line)
+        reward, parts, turn_rewards = _reward_of(process.last_line)
+        session.reward_turns(turn_rewards)
         return Outcome(reward=reward, parts={**parts, **counts})
 
     def _told(self, problem: Prompt) -> str:
@@ -129,20 +131,36 @@ def _why(process: AgentProcess, session: GatewaySession) -> str:
     return refusal + (f"; its error output ends with: {shown}" if errors else "; it wrote no error output")
 
 
-def _reward_of(line: str) -> tuple[float, dict[str, float]]:
-    """(reward, parts) of an agent's last line. Raises EpisodeFailed."""
+def _reward_of(line: str) -> tuple[float, dict[str, float], dict[str, float]]:
+    """(reward, parts, turn rewards by the ids of answers) of an agent's last line. Without a reward it is the sum of the
+    turn rewards. Raises EpisodeFailed."""
     try:
         given: Any = json.loads(line)
         parts: Any = given.get("parts") or {}
-        if not _is_number(given["reward"]) or not all(map(_is_number, parts.values())):
+        turn_rewards = {
+            answer: _turn_reward(answer, value) for answer, value in (given.get("turn_rewards") or {}).items()
+        }
+        reward = given["reward"] if "reward" in given or not turn_rewards else sum(turn_rewards.values())
+        if not _is_number(reward) or not all(map(_is_number, parts.values())):
             raise ValueError("no finite number")
-        return float(given["reward"]), {str(name): float(value) for name, value in parts.items()}
+        return float(reward), {str(name): float(value) for name, value in parts.items()}, turn_rewards
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise EpisodeFailed(
             Status.REWARD_FAILED,
             f"the last line that the agent printed is {line[:200]!r}, but environment.reward=agent needs "
-            '{"reward": number, "parts": {name: number}}',
+            '{"reward": number, "parts": {name: number}, "turn_rewards": {id: number}}',
         ) from error
+
+
+def _turn_reward(answer: str, value: Any) -> float:
+    """Raises EpisodeFailed."""
+    # A huge int is compared exactly, and NaN is not below anything.
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= LARGEST:
+        raise EpisodeFailed(
+            Status.REWARD_FAILED,
+            f"turn_rewards of the agent's last line has {value!r:.60} for {answer!r:.80}, but needs a finite number in float32",
+        )
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -188,9 +188,9 @@ class EpisodeContext:
         self.sequence.append(completion)
         return completion
 
-    def reward_turn(self, reward: float) -> None:
+    def reward_turn(self, reward: float, turn: int = -1) -> None:
         self._require_idle("reward_turn")
-        self.sequence.reward_turn(to_score(reward).value)
+        self.sequence.reward_turn(to_score(reward).value, turn)
 
     def encode(self, text: str) -> list[int]:
         return self._texts.encode(text)

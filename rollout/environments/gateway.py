@@ -172,7 +172,7 @@ class Gateway:
         answer = await session.chat(body, may_repeat=_may_repeat(request))
         self._tell_of_fork(session)
         about = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "id": answer.id,
             "created": int(time.time()),
             "model": body["model"] if isinstance(body.get("model"), str) else self._model,
         }
@@ -211,7 +211,7 @@ class Gateway:
             "logprobs": {"content": content},
             "finish_reason": answer.finish_reason,
         }
-        return json_response({"request_id": f"gen-{secrets.token_hex(12)}", "choices": [choice]})
+        return json_response({"request_id": answer.id, "choices": [choice]})
 
     async def _unknown(self, request: web.Request, session: GatewaySession) -> web.Response:
         text = f"{request.method} {request.match_info['rest'][:80]}: there are only v1/chat/completions, v1/models and v1/generate"

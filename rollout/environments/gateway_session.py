@@ -18,7 +18,7 @@ answer was lost. If the client says that the request is no repetition (OpenAI's 
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from rollout.environments.openai_form import (
     token_ids_of,
     tools_of,
 )
-from rollout.environments.protocol import Context, EpisodeEnded
+from rollout.environments.protocol import Context, EpisodeEnded, EpisodeFailed
 from rollout.records import TOKEN_IDS, Completion, FinishReason, Score, Status, digest
 
 
@@ -55,6 +55,8 @@ class Answer:
     completion: Completion
     prompt_tokens: int
     finish_reason: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    """By which the agent may reward the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,25 @@ class GatewaySession:
     async def score(self) -> Score:
         """The run's reward of the last answer, with the length and the finish reason of its turn."""
         return await self._last_context.score(self.last_text)
+
+    def reward_turns(self, rewards: Mapping[str, float]) -> None:
+        """Credit turns, by the ids of their answers, with parts of the episode's reward. Raises EpisodeFailed, before any
+        turn is credited: an id is of no answered turn."""
+        places = {
+            turn.task.result().id: (branch.context, number)
+            for branch in self._branches
+            for number, turn in enumerate(branch.turns)
+            if turn.end is not None
+        }
+        if unknown := [answer for answer in rewards if answer not in places]:
+            raise EpisodeFailed(
+                Status.REWARD_FAILED,
+                f"turn_rewards of the agent's last line has {unknown[0]!r:.80}, which is the id of none of the {len(places)} "
+                "answers of this episode; give the `id` of an answer (`request_id` of generate)",
+            )
+        for answer, reward in rewards.items():
+            context, number = places[answer]
+            context.reward_turn(reward, number)
 
     def check_open(self) -> None:
         if self._is_closed:

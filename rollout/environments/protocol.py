@@ -89,16 +89,19 @@ class Context(Protocol):
         """
         ...
 
-    def reward_turn(self, reward: float) -> None:
-        """Credit the last turn of this sequence with this much of the outcome's reward. Several rewards of a turn add up.
+    def reward_turn(self, reward: float, turn: int = -1) -> None:
+        """Credit a turn of this sequence with this much of the outcome's reward. Several rewards of a turn add up.
 
         ``Outcome.reward`` stays the reward of the whole episode. The part that no turn was credited with belongs to
         the last turn. By default (``advantage.credit: episode``) all turns of an episode have the same advantage, and
         turn rewards change only the records.
 
+        Args:
+            turn: its number among the turns that this sequence sampled, from 0; -1: the last.
+
         Raises:
             RuntimeError: a turn of this context is under way.
-            ValueError: there is no turn yet, or the reward is no finite number.
+            ValueError: there is no such turn, or the reward is no finite number.
         """
         ...
 

@@ -86,12 +86,14 @@ class TokenSequence:
         self._append(completion.token_ids, completion)
         self.known_experts = self._known_behind(completion)
 
-    def reward_turn(self, reward: float) -> None:
-        """Add to the reward of the last turn. Raises ValueError: there is no turn."""
+    def reward_turn(self, reward: float, turn: int = -1) -> None:
+        """Add to the reward of a turn. Raises ValueError: there is no such turn."""
         if not self._turns:
             raise ValueError("a reward for a turn before the first act()")
-        last = self._turns[-1]
-        self._turns[-1] = replace(last, reward=(last.reward or 0.0) + reward)
+        if not -len(self._turns) <= turn < len(self._turns):
+            raise ValueError(f"a reward for turn {turn} of a sequence with {len(self._turns)} turns")
+        rewarded = self._turns[turn]
+        self._turns[turn] = replace(rewarded, reward=(rewarded.reward or 0.0) + reward)
 
     def trajectory(
         self,

@@ -1020,10 +1020,10 @@ TABLE = {
         options="environment={type: openenv, urls: ['host:8000']}", field="environment.urls", value="host:8000",
         error="'host:8000' is not an address of a server", fix="write it like http://node:8000",
     ),
-    "turns of an agent with rewards": Broken(
+    "credit of an agent's turns by the run's reward": Broken(
         options="environment={type: agent, command: [agent.py]} advantage={type: grpo, credit: turn}",
-        field="advantage.credit, environment.type", value="turn", error="with environment.type=agent a sample has one reward",
-        fix="use credit=episode, or an environment of type tokens, chat or openenv",
+        field="advantage.credit, environment.reward", value="turn", error="with environment.reward=run an episode has one reward",
+        fix="use credit=episode, or environment.reward=agent",
     ),
     "rewards of turns less a KL": Broken(
         options="environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn} kl={coefficient: 0.1, place: reward}",

@@ -42,6 +42,8 @@ OF_A_RUN = [
     ("environment={type: tokens, environment: 'a:B'} kl={coefficient: 0.1, place: reward}", ""),
     ("environment={type: agent, command: [a.py]}", ""),
     ("advantage={type: grpo, credit: turn}", "advantage.credit"),
+    ("environment={type: agent, command: [./a], reward: agent} advantage={type: grpo, credit: turn}", ""),
+    ("environment={type: agent, command: [./a]} advantage={type: grpo, credit: turn}", "advantage.credit"),
     ("environment={type: agent, command: [./a], reward: agent}", ""),
     ("environment={type: agent, command: [./a], reward: run} reward.type=countdown", ""),
     (JSONL + " reward.type=code", ""),

@@ -5,11 +5,13 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ import pytest
 
 from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
+from configs.schema.objective import GrpoAdvantage
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
 from rollout.environments.agent_process import NewProcesses, command_of, running
@@ -29,7 +32,7 @@ from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.loading import sample_makers
 from rollout.environments.processes import PACKAGES
-from rollout.environments.protocol import EpisodeFailed
+from rollout.environments.protocol import EpisodeFailed, Outcome
 from rollout.guarded_process import remove
 from rollout.records import Prompt, Status
 from tests.rollout.environments.test_episodes import (
@@ -38,27 +41,32 @@ from tests.rollout.environments.test_episodes import (
     VOCAB,
     Numbers,
     WaitsForServers,
+    episodes,
     group_of,
     pack,
+    sample,
     score_by_length,
 )
 from tests.rollout.environments.test_gateway import context_of
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens
 from tests.support.jumping_loop import jump, run_jumping
+from trainer.algorithm.advantages import compute_advantages
 
 DEADLINE_S = 60.0
 ASK = """
 import json, os, subprocess, sys, time, urllib.request
 problem = json.loads(os.environ["TANDEM_PROBLEM"])
-messages = [{"role": "user", "content": problem["text"]}]
+messages, ids = [{"role": "user", "content": problem["text"]}], []
 
 def ask(route="/chat/completions", key=os.environ["OPENAI_API_KEY"]):
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + route, json.dumps({"messages": messages}).encode(),
         {"Authorization": "Bearer " + key, "Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
-        message = json.load(response)["choices"][0]["message"]
+        answer = json.load(response)
+    ids.append(answer["id"])
+    message = answer["choices"][0]["message"]
     messages.append(message)
     return message["content"]
 
@@ -308,6 +316,63 @@ def test_a_row_is_passed_where_the_config_says_so(tmp_path):
     assert one.reward == 2.0
 
 
+REWARDED = """
+texts = [ask()]
+kept = [*messages]
+texts.append(say("7 8"))
+messages[:] = kept
+texts.append(say("9"))
+first, _, last = [len(text.split()) / 8 for text in texts]
+print(json.dumps({"turn_rewards": {ids[0]: first, ids[2]: last}} | ({"reward": 2.5} if first < last else {})))
+"""
+
+
+async def rewards_the_same_turns(problem, context):
+    def earned(turn) -> float:
+        return len(context.decode(turn).split()) / 8
+
+    context.observe(problem.token_ids)
+    context.reward_turn(first := earned(await context.act()))
+    fork = context.fork()
+    context.observe([7, 8])
+    await context.act()
+    fork.observe([9])
+    fork.reward_turn(last := earned(await fork.act()))
+    parts = {"forks": 1.0, "refused_requests": 0.0, "unread_calls": 0.0}
+    return Outcome(reward=2.5 if first < last else first + last, parts=parts)
+
+
+def test_an_agent_rewards_its_turns_by_the_ids_of_their_answers(tmp_path):
+    """As an environment of tokens does, also a turn that two sequences have in common. What it does not reward earns
+    nothing, and the last turn of the first sequence gets the rest."""
+    seeds = range(11, 17)
+    made = samples_of(ASK + REWARDED, tmp_path, seeds=seeds, reward="agent")
+    group = group_of(made)
+    assert group == group_of(sample(episodes(rewards_the_same_turns), seeds=seeds, prompt=PROBLEM))
+    assert {one.reward == 2.5 for one in made} == {False, True}
+
+    share, batch = pack([group], credits_turns=True)
+    values = []
+    for one in made:
+        (first, unrewarded), (last,) = [[turn.reward for turn in s.turns] for s in one.sequences]
+        assert unrewarded is None
+        values.append([first, one.reward - first - last, last])
+    mean, spread = statistics.fmean(chain(*values)), statistics.stdev(chain(*values)) + 1e-6
+    expected_T = []
+    for t in share.trajectories:
+        rows = [(value - mean) / spread for value in values[t.sibling_id]]
+        of_turns = [sum(rows), sum(rows[1:])] if t.branch == 0 else [sum(rows)]
+        row = [0.0] * (len(t.token_ids) - 1)
+        for turn, advantage in zip(t.turns, of_turns, strict=True):
+            row[turn.start - 1 : turn.end - 1] = [advantage] * (turn.end - turn.start)
+        expected_T += row
+    found = compute_advantages(
+        batch.packed, batch.rewards_S, batch.group_ids_S, GrpoAdvantage(credit="turn"),
+        episode_ids_S=batch.episode_ids_S, turn_rewards=batch.turn_rewards,
+    )  # fmt: skip
+    assert found.advantages_T.tolist() == pytest.approx(expected_T, abs=1e-5)
+
+
 def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
     """One kind of fault per seed of the problem, all at the same time."""
     faults = [
@@ -323,6 +388,12 @@ def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
         ("ask(); print(json.dumps({'reward': float('nan')}))", Status.REWARD_FAILED, "needs {\"reward\": number"),
         ("ask(); print('[1]')", Status.REWARD_FAILED, r"the last line that the agent printed is '\[1\]'"),
         ("ask(); print(json.dumps({'reward': 1, 'parts': {'a': True}}))", Status.REWARD_FAILED, "last line"),
+        ("ask(); print(json.dumps({'turn_rewards': {}}))", Status.REWARD_FAILED, "printed is '{\"turn_rewards\": {}}', but"),
+        ("ask(); print('{\"turn_rewards\": [1], \"reward\": 1}')", Status.REWARD_FAILED, "is '{\"turn_rewards\": .1., \"reward"),
+        ("ask(); print(json.dumps({'turn_rewards': {ids[0]: 1, 'x': 1}}))", Status.REWARD_FAILED, "has 'x', which is the id of none of"),
+        ("ask(); print(json.dumps({'turn_rewards': {ids[0]: float('nan')}}))", Status.REWARD_FAILED, "has nan for 'chatcmpl-.*', but"),
+        ("ask(); print(json.dumps({'turn_rewards': {ids[0]: True}, 'reward': 1}))", Status.REWARD_FAILED, "has True for 'chatcmpl-"),
+        ("ask(); print(json.dumps({'turn_rewards': {ids[0]: -10**400}}))", Status.REWARD_FAILED, "has -1000+ for 'chatcmpl-"),
         ("ask(); print(json.dumps({'reward': 5}), end='\\n\\n')", Status.OK, None),
     ]  # fmt: skip
     bodies = [body for body, *_ in faults]
@@ -350,6 +421,7 @@ exec({bodies!r}[number])
         assert fits, one.error
         left.remove(max(fits, key=lambda fault: len(fault[2] or "")))
         assert (one.reward is None) == (one.status is not Status.OK)
+        assert all(turn.reward is None for turn in one.sequence.turns)
     assert left == []
 
 

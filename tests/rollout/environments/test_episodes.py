@@ -294,8 +294,12 @@ def test_a_turn_has_what_the_environment_says_that_it_has_earned():
         context.reward_turn(0.25)
         context.observe([9])
         await context.act()
+        context.reward_turn(-0.5, turn=0)
         with pytest.raises(ValueError, match="not finite"):
             context.reward_turn(math.nan)
+        for turn in (2, -3):
+            with pytest.raises(ValueError, match=f"turn {turn} of a sequence with 2 turns"):
+                context.reward_turn(1.0, turn=turn)
         fork = context.fork()
         await fork.act()
         fork.reward_turn(-1)
@@ -303,10 +307,10 @@ def test_a_turn_has_what_the_environment_says_that_it_has_earned():
 
     (one,) = sample(episodes(run), seeds=[11])
     first, second = one.trajectories(0, 0, PROMPT)
-    assert [turn.reward for t in (first, second) for turn in t.turns] == [0.75, None, -1.0]
+    assert [turn.reward for t in (first, second) for turn in t.turns] == [0.25, None, -1.0]
     assert first.reward == second.reward == 2.0
     turns = pack([group_of([one])], credits_turns=True)[1].turn_rewards
-    assert turns.rewards_V.tolist() == [0.75, 2.25, -1.0] and turns.sequence_ids_V.tolist() == [0, 0, 1]
+    assert turns.rewards_V.tolist() == [0.25, 2.75, -1.0] and turns.sequence_ids_V.tolist() == [0, 0, 1]
     ends = [turn.end - 2 for t in (first, second) for turn in t.turns]
     assert turns.places_V.tolist() == ends
 

@@ -177,18 +177,24 @@ def test_a_repeated_request_is_sampled_once_and_gets_the_same_answer():
         async with opened(engine=engine) as (one,):
             first = [user("3 4 5")]
             at_once = await asyncio.gather(*(one.ask(first, extra_headers=REPEATED) for _ in range(4)))
-            (text,) = {answer.choices[0].message.content for answer in at_once}
+            ((text, answer_id),) = {(answer.choices[0].message.content, answer.id) for answer in at_once}
             second = [*first, at_once[0].choices[0].message, user("7")]
             await one.ask(second)
             again, streamed = [
                 await one.ask(first, extra_headers=REPEATED, stream=stream) for stream in (False, True)
             ]
-            assert again.choices[0].message.content == text
-            assert "".join([c.choices[0].delta.content or "" async for c in streamed]) == text
+            assert (again.choices[0].message.content, again.id) == (text, answer_id)
+            chunks = [chunk async for chunk in streamed]
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+            assert {chunk.id for chunk in chunks} == {answer_id}
             await one.ask(second, extra_headers=REPEATED)
             # A client that does not number its attempts may have lost the answer too.
             status, answer = await one.post("chat/completions", json.dumps({"messages": first}))
-            assert (status, answer["choices"][0]["message"]["content"]) == (200, text)
+            assert (status, answer["choices"][0]["message"]["content"], answer["id"]) == (
+                200,
+                text,
+                answer_id,
+            )
             assert (len(engine.calls), one.session.num_turns, one.session.num_forks) == (2, 2, 0)
             assert one.session.refused == 0
 
@@ -202,7 +208,7 @@ def test_a_request_that_is_asked_anew_is_sampled_anew():
             first = [user("3 4 5")]
             answers = await asyncio.gather(*(one.ask(first) for _ in range(4)), one.ask(first, max_tokens=2))
             assert {call[0] for call in engine.calls} == {(3, 4, 5)}
-            assert len({call[1] for call in engine.calls}) == 5
+            assert len({call[1] for call in engine.calls}) == len({answer.id for answer in answers}) == 5
             found = [one.context.sequences()[n].token_ids.tolist()[3:] for n in range(5)]
             assert [len(answer) for answer in found] == [a.usage.completion_tokens for a in answers]
             assert (one.session.num_turns, one.session.num_forks) == (5, 4)
@@ -887,7 +893,7 @@ def test_a_conversation_in_tokens():
                 }
                 status, answer = await one.post("generate", json.dumps(body))
                 again = await one.post("../inference/v1/generate", json.dumps(body))
-                assert status == 200 and again[1]["choices"] == answer["choices"]
+                assert status == 200 and again[1] == answer
                 (choice,) = answer["choices"]
                 expected = sampled(ids, 1, turn, most=5)
                 assert choice["token_ids"] == expected
