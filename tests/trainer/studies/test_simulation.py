@@ -76,6 +76,7 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
             "learner.logprob_chunk_tokens=256",
             "rollout.max_new_tokens=511",
             "rollout.top_k=1024",
+            "learner.optimizer.offload=true",
             budget=1024,
             **sizes,
         ),
@@ -145,8 +146,9 @@ def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(name, number, si
     plan = planned(config, architecture_of(config.model.path), rank)
     at_start = rank.parts["start"].at_peak
     for name in ("parameters", "gradients", "optimizer"):
-        assert at_start[name] == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
-    update = plan.lasting + plan.passing
+        assert at_start.get(name, 0) == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
+    update = plan.total
+    assert (plan.optimizer == 0) == config.learner.optimizer.offload and "activations" in plan.at_peak()
     # The gradients inside a layer, which are not planned, are more than the logits of so small a vocabulary; recipes are
     # within 6 % (simulated_recipes.md).
     assert 0.9 * update <= rank.parts["update"].peak <= 1.06 * update
