@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,14 @@ from parallel.megatron import moe, platform
 from parallel.megatron.groups import groups_of_this_process, join_groups
 from parallel.megatron.lora import Lora
 from parallel.megatron.model import Backbone, PackedGPTModel, make_backbone
-from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler, optimizer_parts
+from parallel.megatron.optimizer import (
+    LEAST_LOSS_SCALE,
+    build_optimizer,
+    build_scheduler,
+    gradient_buffers,
+    optimizer_parts,
+    state_tensors,
+)
 from parallel.megatron.schedule import Forward, NonFiniteError, Schedule
 from parallel.packing import PackedBatch
 from parallel.planning.adapters import check_lora
@@ -142,6 +150,7 @@ class Engine(ABC):
         self._training = training
         self._optimizer: Any = None  # Megatron's; None while frozen
         self._offloaded: Offloaded | None = None
+        self._offloaded_state: Offloaded | None = None
         if training is None:
             self._trained = []
             for chunk in self.chunks:
@@ -165,6 +174,7 @@ class Engine(ABC):
         self._optimizer = build_optimizer(self._trained, config, self.dtype)
         # AdamW's state exists from the start, so that checkpoints before and after the first step are alike.
         checkpoint.initialise_optimizer_state(self._optimizer)
+        self._offload_state(config)
         self._lr_scheduler = build_scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
         for chunk in self.chunks:
@@ -191,13 +201,33 @@ class Engine(ABC):
         """Move weights and optimizer state to host memory; the engine is unusable until ``restore``. No
         collective."""
         if self._offloaded is None:
-            self._offloaded = Offloaded(self.chunks, self._trained, self._optimizer)
+            tensors = [t for chunk in self.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+            if self._offloaded_state is None and self._optimizer is not None:
+                tensors += state_tensors(self._optimizer, self.chunks)
+            self._offloaded = Offloaded(tensors, dropped=gradient_buffers(self._trained))
 
     def restore(self) -> None:
         """Move them back to the device, bitwise unchanged."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
+
+    def _offload_state(self, config: OptimizerConfig) -> None:
+        if config.offload:
+            self._offloaded_state = Offloaded(state_tensors(self._optimizer, self.chunks))
+
+    @contextmanager
+    def _state_there(self) -> Iterator[None]:
+        """Inside, the optimizer's state is on the device."""
+        if self._offloaded_state is not None:
+            with span("restore the optimizer's state"):
+                self._offloaded_state.restore()
+            self._offloaded_state = None
+        try:
+            yield
+        finally:
+            with span("offload the optimizer's state"):
+                self._offload_state(self._training.optimizer)
 
     def _scores(self, microbatches: Sequence[PackedBatch], forward: Forward) -> list[Tensor]:
         """See ``Schedule.scores``."""
@@ -232,7 +262,7 @@ class Engine(ABC):
                 f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated"
             )
         skipped = False if self.dtype == torch.float16 else None
-        with span("optimizer step"):
+        with span("optimizer step"), self._state_there():
             lr = self._optimizer_step(grad_norm)
         return UpdateResult(grad_norm=grad_norm, lr=lr, outputs=outputs, skipped=skipped)
 
@@ -293,22 +323,24 @@ class Engine(ABC):
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
         self._require_optimizer("save")
-        checkpoint.save(
-            folder,
-            chunks=self.chunks,
-            optimizer=self._optimizer,
-            scheduler=self._lr_scheduler,
-            extra=extra,
-            adapters=self._described_adapters,
-        )
+        with self._state_there():
+            checkpoint.save(
+                folder,
+                chunks=self.chunks,
+                optimizer=self._optimizer,
+                scheduler=self._lr_scheduler,
+                extra=extra,
+                adapters=self._described_adapters,
+            )
 
     def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random state. Returns the ``extra`` given to ``save``."""
         self._require_optimizer("load")
-        return checkpoint.load(
-            saved,
-            chunks=self.chunks,
-            optimizer=self._optimizer,
-            scheduler=self._lr_scheduler,
-            adapters=self._described_adapters,
-        )
+        with self._state_there():
+            return checkpoint.load(
+                saved,
+                chunks=self.chunks,
+                optimizer=self._optimizer,
+                scheduler=self._lr_scheduler,
+                adapters=self._described_adapters,
+            )

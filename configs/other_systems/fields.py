@@ -240,6 +240,8 @@ OTHER_FIELDS = _by_name({
     "`advantage={type: function, function: my_module:advantage}`": "custom_advantage_function_path custom_reward_post_process_path",
     "`learner.optimizer.lr`": "learning_rate actor_learning_rate adam.lr",
     "`critic.optimizer.lr`": "critic_learning_rate",
+    "`learner.optimizer.offload`": "optimizer_offload optimizer_cpu_offload optim_cpu_offload adam_offload",
+    "`critic.optimizer.offload`": "critic.fsdp_config.optimizer_offload critic.megatron.optimizer_offload",
     "`learner.routing=rollout`":
         "enable_rollout_routing_replay use_rollout_routing_replay enable_router_replay enable_return_routed_experts",
     "`learner.routing=old`": "use_routing_replay",
@@ -332,8 +334,8 @@ WITHOUT_COUNTERPART = _by_name({
         "zero_stage fsdp_size reshard_after_forward",
     "the learner is Megatron-Core": "actor.strategy ref.strategy critic.strategy train_backend",
     "what leaves the GPU follows from `launch.placement`; colocated takes turns":
-        "param_offload optimizer_offload grad_offload optimizer_cpu_offload adam_offload offload_train free_cache_engine "
-        "vllm_enable_sleep_mode cpu_offload enable_offload overlap_cpu_optimizer_d2h_h2d ac_offloading",
+        "param_offload grad_offload offload_train free_cache_engine vllm_enable_sleep_mode cpu_offload enable_offload ac_offloading",
+    "`learner.optimizer.offload` moves the whole state to the device for each step, and waits for it": "overlap_cpu_optimizer_d2h_h2d",
     "the reference of the KL stays what it is at the start": "ref_update_interval sync_ref_model",
     "a batch is learned from once, in `learner.minibatches` parts": "ppo_epochs num_iterations max_epochs",
     "the schedule ends with the run, after `steps` steps": "optim.total_training_steps lr_decay_iters",

@@ -38,6 +38,10 @@ class OptimizerConfig(Schema):
     """Largest norm of the whole gradient; a gradient with a larger norm is scaled down to this norm."""
     distributed: bool = True
     """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer)."""
+    offload: bool = False
+    """Keep AdamW's state in host memory, and on the device only during an optimizer step or a checkpoint. The state has 12
+    bytes for each parameter of a 16-bit model, 8 in float32. No activations are there during a step, so the two no longer
+    add up. Each step moves the state to the device and back."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.min_lr > self.lr:

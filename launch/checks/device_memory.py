@@ -9,7 +9,8 @@ items that are not listed there is unknown.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from functools import reduce
+from operator import getitem, itemgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -160,8 +161,8 @@ def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
     for changes in _smaller(config) if isinstance(config, RunConfig) else ():
         content = config.model_dump()
         for field, value in changes.items():
-            block, _, name = field.partition(".")
-            content[block][name] = value
+            *blocks, name = field.split(".")
+            reduce(getitem, blocks, content)[name] = value
         with contextlib.suppress(ValidationError):  # another field forbids it
             changed = RunConfig.model_validate(content)
             most = max(stage.total for stage in _stages(changed, device, architecture))
@@ -178,6 +179,9 @@ def _smaller(config: RunConfig) -> Iterator[dict[str, Any]]:
     lower = {"learner.token_budget": budget} if budget < learner.token_budget else {}
     again = {"learner.recompute": "full"} if learner.recompute == "none" else {}
     yield from filter(None, (again, lower, again | lower))
+    if not learner.optimizer.offload:
+        away = {"learner.optimizer.offload": True}
+        yield from (away, away | again, away | again | lower)
     for factor in (2, 4, 8):
         if layout.dp_size % factor == 0:
             yield {"layout.cp": factor * layout.cp, "layout.dp": layout.dp_size // factor}
@@ -223,10 +227,10 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
         lines += _itemised(sorted(need.learner.items().items(), key=lambda item: -item[1]))
         if _is_tight(total, device):
             lines.append(f"  tight: {_learner_fix(config, device)}")
-        if isinstance(config, RunConfig):
-            *others, last = memory.OF_AN_UPDATE
-            either = f"the transfer, and {', '.join(others)} and {last} together"
-            lines.append(f"  {either}, are never in memory at the same time: the larger of the two counts")
+        items = need.learner.items()
+        moments = [" + ".join(filter(items.get, names)) for names in memory.MOMENTS]
+        if len(apart := [*filter(None, moments)]) > 1:
+            lines.append(f"  never in memory at the same time, so the largest counts: {', '.join(apart)}")
     if need.server is not None:
         lines += _server_lines(need, need.server, device)
     if device.kind == "cpu" and device.bytes is not None:

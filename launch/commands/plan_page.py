@@ -32,14 +32,16 @@ ROWS = 20
 WIDTH = 9.5
 """Inches of a picture."""
 LEARNER_PARTS = (
-    "parameters", "gradients", "optimizer", "reference", "critic", *OF_AN_UPDATE, "transfer",
+    "parameters", "gradients", "optimizer", "reference", "critic", *OF_AN_UPDATE, "optimizer_step", "transfer",
 )  # fmt: skip
 TIME_COLORS = {
     "prefill": "#56b4e9", "decode": "#0072b2", "requests": "#004a75",
     "score": "#e69f00", "update": "#d55e00", "optimizer": "#8c3d00", "rest": "#b9770e",
     "transfer": "#009e73", WAITS: "#eeeeee",
 }  # fmt: skip
-MEMORY_COLORS = dict(zip(LEARNER_PARTS, (*COLORS, "#8c6d31", "#b0b0b0", "#4d4d4d"), strict=True)) | {
+MEMORY_COLORS = dict(
+    zip(LEARNER_PARTS, (*COLORS, "#8c6d31", "#b0b0b0", "#f0e442", "#4d4d4d"), strict=True)
+) | {
     "weights": "#08306b",
     "cache": "#9ecae1",
     "reserved": "#dddddd",
@@ -121,17 +123,10 @@ def table_of(plans: Sequence[Plan]) -> list[list[str]]:
 # memory
 
 
-def at_its_peak(memory: LearnerMemory) -> dict[str, int]:
-    """The items that are in memory at the worst moment: they sum to ``total``."""
-    items = memory.items()
-    gone = ("transfer",) if memory.passing >= memory.transfer else OF_AN_UPDATE
-    return {name: size for name, size in items.items() if name not in gone}
-
-
 def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -> "Figure":
     server = pair.rollout_memory
     rows: list[tuple[str, Mapping[str, int]]] = [
-        (f"learner, stage {memory.stage}", at_its_peak(memory)) for memory in _some(stages)
+        (f"learner, stage {memory.stage}", memory.at_peak()) for memory in _some(stages)
     ]
     of_server = {
         "weights": server.weights,
@@ -141,7 +136,7 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     rows.append(("a server's rank", of_server))
     if pair.both_free is not None:
         items = pair.learner_memory.items().items()
-        lasting = {name: size for name, size in items if name not in OF_AN_UPDATE}
+        lasting = {name: size for name, size in items if name not in (*OF_AN_UPDATE, "optimizer_step")}
         rows.append(("both, while weights are sent", lasting | {"weights": server.weights}))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):

@@ -4,18 +4,12 @@ Parameters, gradients and optimizer state are views of few storages (Megatron's 
 in place and filled again, so that all views stay valid.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.nn import Module
-
-import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
-from megatron.core.distributed import DistributedDataParallel
 
 from parallel.megatron import platform
-from parallel.megatron.optimizer import gradient_buffers, optimizer_tensors
 
 BLOCK_BYTES = 2**26
 """torch rounds every pinned block up to a power of two, so that one for each storage could take twice its size."""
@@ -24,19 +18,13 @@ BLOCK_BYTES = 2**26
 class Offloaded:
     """Tensors that are offloaded until ``restore``. Until then their storages are empty and must not be used.
 
-    Gradients are not kept: the next backward pass begins by setting its buffers to zero. The optimizer has no copies of them,
-    as they are float32 already.
-
-    Args:
-        chunks: of the model.
-        trained: the chunks as Megatron wraps them; empty without an ``optimizer``.
+    ``dropped``: gradients, whose bytes are not kept. The next backward pass begins by setting its buffers to zero. The
+    optimizer has no copies of them, as they are float32 already.
     """
 
-    def __init__(
-        self, chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
-    ):
-        gradients = _distinct_storages(gradient_buffers(trained))
-        kept = _distinct_storages(_lasting_tensors(chunks, optimizer))
+    def __init__(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()):
+        gradients = _distinct_storages(dropped)
+        kept = _distinct_storages(tensors)
         self._kept = [(storage, storage.nbytes()) for storage in kept.values()]
         self._blocks = _host_blocks(sum(size for _, size in self._kept))
         for storage, there, here in self._places():
@@ -66,14 +54,6 @@ class Offloaded:
                 yield storage, slice(done, done + count), self._blocks[number][start : start + count]
                 done += count
             taken += size
-
-
-def _lasting_tensors(chunks: Sequence[Module], optimizer: Any | None) -> Iterator[Tensor]:
-    for chunk in chunks:
-        yield from chunk.parameters()
-        yield from chunk.buffers()
-    if optimizer is not None:
-        yield from optimizer_tensors(optimizer)
 
 
 def _distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

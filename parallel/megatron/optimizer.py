@@ -67,6 +67,12 @@ def optimizer_tensors(optimizer) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
+def state_tensors(optimizer, chunks: Sequence[Module]) -> list[Tensor]:
+    """``optimizer_tensors`` of an optimizer of these chunks, without their parameters."""
+    of_model = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
+    return [t for t in optimizer_tensors(optimizer) if t.untyped_storage()._cdata not in of_model]
+
+
 def gradient_buffers(trained: Sequence[Any]) -> Iterator[Tensor]:
     """The gradients of a model's chunks inside Megatron's DistributedDataParallel."""
     for chunk in trained:

@@ -11,6 +11,7 @@ torch's (``tests/parallel/planning/test_memory.py``); CUDA's follow from the sam
 that the CUDA kernels save.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from configs.schema import RunConfig
@@ -35,7 +36,9 @@ NUM_BUFFERS = {"cuda": 2, "cpu": 3}
 servers take longer for a large tensor that needs no buffer than the next bucket takes to be filled; a third one is filled
 then."""
 OF_AN_UPDATE = ("activations", "logits", "kept_ids", "pipeline")
-"""Items that are in memory while a model is updated, and not while weights are sent."""
+"""Items of the forward and backward passes of an update."""
+MOMENTS = (OF_AN_UPDATE, ("optimizer_step",), ("transfer",))
+"""Items that are in memory at one moment of a step each, and never at two."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for the items of this file."""
 
@@ -57,6 +60,8 @@ class LearnerMemory:
     kept_ids: int
     """Those of a truncated sampler; see ``activations.kept_beside``."""
     pipeline: int
+    optimizer_step: int
+    """Optimizer state that is there only during a step (``learner.optimizer.offload``), of policy or critic."""
     transfer: int
 
     @property
@@ -65,12 +70,18 @@ class LearnerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment, in the backward pass or while weights are sent, when activations are gone."""
-        return self.lasting + max(self.passing, self.transfer)
+        """Bytes at the worst moment: in the backward pass, or, when activations are gone, in the optimizer's step or while
+        weights are sent."""
+        return self.lasting + max(map(self._together, MOMENTS))
 
-    @property
-    def passing(self) -> int:
-        return sum(getattr(self, name) for name in OF_AN_UPDATE)
+    def _together(self, names: Iterable[str]) -> int:
+        return sum(getattr(self, name) for name in names)
+
+    def at_peak(self) -> dict[str, int]:
+        """The items that are in memory at the worst moment: they sum to ``total``."""
+        there = max(MOMENTS, key=self._together)
+        gone = {name for names in MOMENTS if names != there for name in names}
+        return {name: size for name, size in self.items().items() if name not in gone}
 
     def items(self) -> dict[str, int]:
         """Names and bytes of the items above zero."""
@@ -93,9 +104,11 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     distributed optimizer divides these 8 or 12 P over the ranks that hold the same parameters: tp cp dp / ep
     ranks for experts, cp dp ranks for all others. With adapters P of gradients and optimizer are the adapters'
     (``adapter_parameters``), and parameters have b of each more. Frozen routers are in the parameters alone.
+    An offloaded optimizer's state counts as that of its step alone.
     """
     parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
-    critic, updates = (0, 0, 0), [_update_bytes(architecture, layout, work, stage, output=True)]
+    stepping, critic, of_critics_step = optimizer if work.offloads_optimizer else 0, 0, 0
+    updates = [_update_bytes(architecture, layout, work, stage, output=True)]
     if work.critic is not None:  # trained whole
         of_critic = replace(
             work,
@@ -104,7 +117,9 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
             lora=None,
             freeze_router=False,
         )
-        critic = _trained_bytes(work.critic, layout, of_critic, stage, output=False)
+        *held, state = _trained_bytes(work.critic, layout, of_critic, stage, output=False)
+        of_critics_step = state if work.critic_offloads else 0
+        critic = sum(held) + state - of_critics_step
         updates.append(_update_bytes(work.critic, layout, of_critic, stage, output=False))
     reference = parameters if work.has_reference else 0
     if work.reference is not None:
@@ -114,13 +129,14 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         stage=stage,
         parameters=parameters,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=optimizer - stepping,
         reference=reference,
-        critic=sum(critic),
+        critic=critic,
         activations=activations,
         logits=logits,
         kept_ids=kept_ids,
         pipeline=pipeline,
+        optimizer_step=max(stepping, of_critics_step),
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
     )
 

@@ -353,6 +353,9 @@ class _Search:
         if budget < learner.token_budget:
             updates["token_budget"] = budget
         learners = {f"learner.{k}={v}": learner.model_copy(update={k: v}) for k, v in updates.items()}
+        if not learner.optimizer.offload:
+            optimizer = learner.optimizer.model_copy(update={"offload": True})
+            learners["learner.optimizer.offload=true"] = learner.model_copy(update={"optimizer": optimizer})
         counts = [factor * cluster.num_gpus for factor in (2, 4, 8)]
         sizes = [size * GIB for size in (24, 40, 48, 80, 141, 192, 288) if size * GIB > cluster.gpu_bytes]
         return [

@@ -25,6 +25,8 @@ class Work:
     chunk_tokens: int
     recompute: Literal["none", "full"]
     distributed_optimizer: bool
+    offloads_optimizer: bool = False
+    """Whether the optimizer's state is on the device only during a step."""
     num_microbatches: int | None = None
     """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
     lora: LoraConfig | None = None
@@ -44,6 +46,8 @@ class Work:
     critic_dtype: str = "bfloat16"
     critic_distributed: bool = True
     """Whether the critic's optimizer is distributed."""
+    critic_offloads: bool = False
+    """Whether the critic's optimizer is offloaded."""
     transfers_weights: bool = False
     converts_weights: bool = False
     """Whether weights are sent in another dtype, or rounded in theirs (``rollout.precision``): large ones then take buffers
@@ -70,13 +74,15 @@ def work_of(
     ``kl.model``."""
     is_rl = isinstance(config, RunConfig)
     of_critic = config.critic if is_rl else None
+    optimizer = config.learner.optimizer if is_rl else config.optimizer
     return Work(
         device=device,
         dtype=config.model.dtype,
         token_budget=config.learner.token_budget if is_rl else config.token_budget,
         chunk_tokens=config.learner.logprob_chunk_tokens if is_rl else config.logprob_chunk_tokens,
         recompute=config.learner.recompute if is_rl else "none",
-        distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
+        distributed_optimizer=optimizer.distributed,
+        offloads_optimizer=optimizer.offload,
         lora=config.learner.lora if is_rl else None,
         freeze_router=is_rl and config.learner.freeze_router,
         kept_ids=config.rollout.top_k if is_rl and config.rollout.is_truncated else 0,
@@ -88,6 +94,7 @@ def work_of(
         critic=critic,
         critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
         critic_distributed=of_critic is None or of_critic.optimizer.distributed,
+        critic_offloads=of_critic is not None and of_critic.optimizer.offload,
         transfers_weights=is_rl,
         converts_weights=is_rl
         and (

@@ -66,6 +66,7 @@ class Memory:
     def __init__(self) -> None:
         self._in_use: dict[str, int] = {}
         self._part_of: dict[int, tuple[str, int, Any]] = {}
+        self._on_host: set[int] = set()
         self.total = self.peak = 0
         self.at_peak: dict[str, int] = {}
         self.part = "other"
@@ -86,10 +87,27 @@ class Memory:
         if self.total > self.peak:
             self.start_peak()
 
-    def _free(self, key: int) -> None:
-        part, size, _ = self._part_of.pop(key)
+    def _remove(self, part: str, size: int) -> None:
         self._in_use[part] -= size
         self.total -= size
+
+    def _free(self, key: int) -> None:
+        part, size, _ = self._part_of.pop(key)
+        if key in self._on_host:
+            self._on_host.remove(key)
+        else:
+            self._remove(part, size)
+
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors no longer, until ``from_host``."""
+        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self._part_of.keys():
+            self._remove(*self._part_of[key][:2])
+            self._on_host.add(key)
+
+    def from_host(self, tensors: Iterable[Tensor]) -> None:
+        for key in {tensor.untyped_storage()._cdata for tensor in tensors} & self._on_host:
+            self._on_host.remove(key)
+            self._add(*self._part_of[key][:2])
 
     def start_peak(self) -> None:
         """Take the present use for the greatest, which then grows."""
@@ -101,9 +119,10 @@ class Memory:
             key = tensor.untyped_storage()._cdata
             if key in self._part_of:
                 before, size, reference = self._part_of[key]
-                self._in_use[before] -= size
-                self._in_use[part] = self._in_use.get(part, 0) + size
                 self._part_of[key] = (part, size, reference)
+                if key not in self._on_host:
+                    self._in_use[before] -= size
+                    self._in_use[part] = self._in_use.get(part, 0) + size
 
     @contextmanager
     def allocating(self, part: str) -> Iterator[None]:

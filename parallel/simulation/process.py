@@ -4,7 +4,7 @@ The environment variable ``TANDEM_SIMULATED`` must be set before anything of ``p
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
+import parallel.engine_base
 from parallel.megatron import platform
 from parallel.megatron.groups import destroy_groups
 from parallel.planning.architecture import architecture_of
-from parallel.simulation.device import META, SimulatedDevice
+from parallel.simulation.device import META, Memory, SimulatedDevice
 from parallel.simulation.kernels import fused
 from parallel.simulation.ranks import Collectives
 from parallel.weights import hf_conversion
@@ -49,6 +50,7 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
         # torch's own asks for the device's backend, to send messages together.
         (dist, "batch_isend_irecv", lambda messages: [m.op(m.tensor, m.peer, m.group) for m in messages]),
         (hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers),
+        (parallel.engine_base, "Offloaded", partial(_OnHost, device.memory)),
         (torch, "tensor", partial(_tensor, torch.tensor)),
         # Whether many parameters are updated in one call follows from the device.
         (sys.modules[Optimizer.__module__], "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
@@ -60,6 +62,17 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
         inside.enter_context(device)
         inside.enter_context(fused(device))
         yield device, collectives
+
+
+class _OnHost:
+    """``Offloaded`` without bytes."""
+
+    def __init__(self, memory: Memory, tensors: Iterable[Tensor]):
+        self._memory, self._tensors = memory, list(tensors)
+        memory.to_host(self._tensors)
+
+    def restore(self) -> None:
+        self._memory.from_host(self._tensors)
 
 
 def _leave_groups() -> None:

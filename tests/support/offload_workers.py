@@ -9,21 +9,22 @@ from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
 from parallel.engine import MegatronEngine
-from parallel.megatron.optimizer import optimizer_parts
+from parallel.megatron.optimizer import optimizer_parts, state_tensors
 from tests.support.megatron_workers import make_batch, make_engine, weighted_loss, weights_of
 
 
 def work_offloaded_updates(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case (dtype and optimizer), three updates that stay on the device and three with an offload
-    before and after each."""
+    """For each case (dtype and optimizer), three updates that stay on the device, three with an offload before and after
+    each, and the same with a state that is there only in the steps."""
     return [
-        {way: _updates(folder, case, offloads=way == "offloaded") for way in ("resident", "offloaded")}
+        {way: _updates(folder, case, way) for way in ("resident", "offloaded", "without state")}
         for case in cases
     ]
 
 
-def _updates(folder: Path, case: dict[str, Any], *, offloads: bool) -> dict[str, Any]:
-    engine = make_engine(folder, layout=LayoutConfig(dp="auto"), **case)
+def _updates(folder: Path, case: dict[str, Any], way: str) -> dict[str, Any]:
+    offloads = way != "resident"
+    engine = make_engine(folder, layout=LayoutConfig(dp="auto"), offload=way == "without state", **case)
     batch = make_batch([12, 9, 7, 11])
     mine = batch.select([row for row in range(4) if row % engine.groups.dp_size == engine.groups.dp_rank])
     found: dict[str, Any] = {"norms": [], "logprobs": [], "away": [], "unchanged": []}
@@ -37,12 +38,18 @@ def _updates(folder: Path, case: dict[str, Any], *, offloads: bool) -> dict[str,
     return found | {"weights": weights_of(engine), "state": lasting_tensors(engine)}
 
 
+def state_bytes(engine: MegatronEngine) -> int:
+    return sum(t.untyped_storage().nbytes() for t in state_tensors(engine._optimizer, engine.chunks))
+
+
 def _there_and_back(engine: MegatronEngine, found: dict[str, Any]) -> None:
     before, addresses = lasting_tensors(engine), [id(tensor) for tensor in tensors_of(engine)]
     engine.offload()
     engine.offload()  # a second time: nothing is lost
     found["away"].append(bytes_there(engine))
     engine.restore()
+    if engine._training is not None and engine._training.optimizer.offload:
+        found["away"].append(state_bytes(engine))
     after = lasting_tensors(engine)
     found["unchanged"].append(
         len(before) == len(after)
@@ -71,7 +78,10 @@ def _lasting(engine: MegatronEngine) -> list[Tensor]:
 
 def lasting_tensors(engine: MegatronEngine) -> list[Tensor]:
     """Copies of all but the gradients."""
-    return [tensor.detach().clone() for tensor in _lasting(engine)]
+    if engine._optimizer is None:
+        return [tensor.detach().clone() for tensor in _lasting(engine)]
+    with engine._state_there():
+        return [tensor.detach().clone() for tensor in _lasting(engine)]
 
 
 def bytes_there(engine: MegatronEngine) -> int:

@@ -114,7 +114,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "some rejected, policy gradient": ("correction=pg_geo_rs_token_is", SOME, BY_SEQUENCE),
     # Each comes after one that keeps something, because an alarm is printed when it begins.
     "nothing kept": (NOTHING,),
-    "full recomputation of activations, decoupled_seq_is": ("learner.recompute=full", "correction=decoupled_seq_is"),
+    "full recomputation of activations, decoupled_seq_is": (
+        "learner.recompute=full", "correction=decoupled_seq_is", "learner.optimizer.offload=true",
+    ),
     # Only adapters are trained: the reference is the policy without them.
     "KL in loss, adapters, merged": (KL, TWO, "learner.lora={rank: 4, alpha: 8}"),
     "adapters, factored": (TWO, "learner.lora={rank: 4, alpha: 8, forward: factored, targets: [qkv, fc2]}"),

@@ -15,7 +15,9 @@ from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig, KLConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.checkpoints import offload
+from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.megatron import platform
+from parallel.megatron.optimizer import gradient_buffers
 from parallel.weights.hf_files import HuggingFaceWeights
 from rollout.client import RolloutError
 from rollout.records import Completion
@@ -32,7 +34,7 @@ from tests.support.megatron_workers import (
     weighted_loss,
     weights_of,
 )
-from tests.support.offload_workers import bytes_there, work_offloaded_updates
+from tests.support.offload_workers import bytes_there, state_bytes, work_offloaded_updates
 from tests.support.server_specs import server_spec
 from tests.trainer.test_weight_sync import GROUPS, TEMPERATURE, TIMEOUT_S, FakeControl, train
 from trainer import stage_sender
@@ -60,15 +62,15 @@ def folder(tmp_path_factory) -> Path:
 
 def assert_same(found: list[dict]) -> None:
     for case, ways in zip(CASES, found, strict=True):
-        resident, offloaded = ways["resident"], ways["offloaded"]
-        assert offloaded["away"] == [0] * 6, case
-        assert all(offloaded["unchanged"]), case
-        assert resident["norms"] == offloaded["norms"] and len(set(resident["norms"])) == 3, case
-        for name in ("logprobs", "state"):
-            assert all(map(torch.equal, resident[name], offloaded[name])), (case, name)
-        assert all(
-            torch.equal(resident["weights"][name], tensor) for name, tensor in offloaded["weights"].items()
-        ), case
+        resident = ways.pop("resident")
+        for way, offloaded in ways.items():
+            assert offloaded["away"] == [0] * (12 if way == "without state" else 6), case
+            assert all(offloaded["unchanged"]), case
+            assert resident["norms"] == offloaded["norms"] and len(set(resident["norms"])) == 3, case
+            for name in ("logprobs", "state"):
+                assert all(map(torch.equal, resident[name], offloaded[name])), (case, name)
+            weights = resident["weights"]
+            assert all(torch.equal(weights[name], tensor) for name, tensor in offloaded["weights"].items())
 
 
 @pytest.mark.parametrize("block_bytes", [offload.BLOCK_BYTES, 1000])
@@ -84,8 +86,11 @@ def test_so_do_two_data_parallel_ranks(folder, tmp_path):
         assert_same(found)
 
 
-def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_not(folder, tmp_path):
-    engine = make_engine(folder)
+@pytest.mark.parametrize("without_state", [False, True])
+def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_not(
+    folder, tmp_path, without_state
+):
+    engine = make_engine(folder, dtype="bfloat16", offload=without_state)
     batch = make_batch([9, 6])
     engine.update([batch], weighted_loss, temperature=1.0)
     engine.offload()
@@ -101,7 +106,11 @@ def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_n
         with pytest.raises(RuntimeError, match="needs the weights, which `offload` moved to host memory"):
             use()
     engine.restore()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not write"):
+        engine.save(tmp_path / "file" / "saved", {})
     engine.save(tmp_path / "saved", {"step": 1})
+    assert (state_bytes(engine) == 0) == without_state
     wanted = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
     engine.load(tmp_path / "saved")
     found = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
@@ -118,7 +127,7 @@ def test_buffers_of_a_module_come_back_too_and_gradients_of_experts_make_room():
     trained = SimpleNamespace(buffers=[shared], expert_parallel_buffers=[of_experts])
     kept, gradients = [module.weight, module.bias, module.bias_E], [shared.grad_data, of_experts.grad_data]
     before = [tensor.clone() for tensor in kept]
-    away = offload.Offloaded([module], [trained], None)
+    away = offload.Offloaded(kept, dropped=gradient_buffers([trained]))
     sizes = [tensor.untyped_storage().nbytes() for tensor in (*kept, *gradients)]
     away.restore()
     assert sizes == [0] * 5 and all(map(torch.equal, before, kept))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import trainer.learner
 from configs.schema import RunConfig
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.megatron.optimizer import gradient_buffers, optimizer_tensors
+from parallel.megatron.optimizer import gradient_buffers, state_tensors
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.planning.work import row_counts
 from parallel.simulation.device import Memory, SimulatedDevice
@@ -96,8 +96,7 @@ def simulate(
     with device.memory.allocating("parameters"):
         learner = Learner(short)
     name_parts(device.memory, learner)
-    if device.memory.total == device.memory.peak:
-        device.memory.start_peak()  # the same bytes, now with their names
+    device.memory.start_peak()  # what stays, now with its names
     architecture = learner.engine.architecture
     step = made_step(config, architecture)
     rows, _ = row_counts(config.layout, step.tokens)
@@ -171,10 +170,8 @@ def _parameters(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
 def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
     if engine.is_frozen:
         return
-    own = {p.untyped_storage()._cdata for p in _parameters(engine)}
-    # For a float32 model the optimizer's parameters are the model's own. It may count steps on the host.
-    tensors = (t for t in optimizer_tensors(engine._optimizer) if t.is_meta)
-    yield from (t for t in tensors if t.untyped_storage()._cdata not in own)
+    # It may count steps on the host.
+    yield from (t for t in state_tensors(engine._optimizer, engine.chunks) if t.is_meta)
 
 
 class _Sampler:

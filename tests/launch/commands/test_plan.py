@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.device_memory import memory_lines, memory_problems, need_of
 from launch.checks.devices import device_of
-from launch.commands.plan_page import at_its_peak, lanes
+from launch.commands.plan_page import lanes
 from launch.processes.placement import check_placement, num_nodes
 from parallel.planning.architecture import architecture_of
 from parallel.planning.decoding import Lengths
@@ -334,7 +334,7 @@ def test_the_bars_of_memory_sum_to_the_plans_total(config):
     for each in plans[:20]:
         for stage in range(each.learner.pp):
             held = learner_memory(architecture, each.learner, work_of(loaded, "cuda"), stage)
-            assert sum(at_its_peak(held).values()) == held.total
+            assert sum(held.at_peak().values()) == held.total
 
 
 @pytest.mark.parametrize("name", ["a100", "h100", "h200"])

@@ -70,6 +70,7 @@ class Case:
     """The targets of adapters; none: every weight is trained."""
     forward: str = "merged"
     freeze_router: bool = False
+    offload: bool = False
 
     @property
     def adapters(self) -> dict[str, Any] | None:
@@ -79,6 +80,7 @@ class Case:
         of_optimizer = "" if self.distributed else "-plain"
         of_optimizer += f"-{self.forward}:{','.join(self.lora)}" if self.lora else ""
         of_optimizer += "-frozen router" if self.freeze_router else ""
+        of_optimizer += "-offloaded" if self.offload else ""
         return f"{self.kind}-{','.join(f'{k}={v}' for k, v in self.layout.items())}-{self.dtype}-{self.recompute}{of_optimizer}"
 
 
@@ -101,7 +103,7 @@ ONE_RANK = [
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
     Case({"tp": 2, "sp": True}, dtype="bfloat16"), Case({"tp": 2, "sp": True}, dtype="bfloat16", recompute="full"),
-    Case({"dp": 2}), Case({"dp": 2}, dtype="bfloat16", distributed=False), Case({"dp": 2}, dtype="bfloat16"),
+    Case({"dp": 2}), Case({"dp": 2}, dtype="bfloat16", distributed=False), Case({"dp": 2}, dtype="bfloat16", offload=True),
     Case({"pp": 2}), Case({"pp": 2}, dtype="bfloat16", recompute="full"), Case({"pp": 2, "vpp": 2}),
     Case({"cp": 2}), Case({"cp": 2}, kind="qwen2"), Case({"cp": 2}, dtype="bfloat16"),
     Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
@@ -123,7 +125,7 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
     return dict(
         folder=folder / case.kind, layout=case.layout, lengths=lengths, microbatches=microbatches, vocab=SIZES["vocab_size"],
         dtype=case.dtype, recompute=case.recompute, distributed=case.distributed, lora=case.adapters,
-        freeze_router=case.freeze_router,
+        freeze_router=case.freeze_router, offload=case.offload,
     )  # fmt: skip
 
 
@@ -172,6 +174,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
             device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
             distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
             lora=LoraConfig.model_validate(case.adapters) if case.adapters else None, freeze_router=case.freeze_router,
+            offloads_optimizer=case.offload,
         )  # fmt: skip
         memory = learner_memory(
             read_architecture(config), layout, work, stage=rank * layout.pp // layout.world_size
@@ -247,7 +250,7 @@ def test_kept_ids_by_hand():
 
     whole = of(work)
     assert whole.kept_ids == 20 * ids + 12 * 4096 * 1024
-    assert whole.passing == of(replace(work, kept_ids=0)).passing + whole.kept_ids
+    assert whole.total == of(replace(work, kept_ids=0)).total + whole.kept_ids
     assert of(work, tp=4).kept_ids == 49 * ids - of(work, tp=4).logits > 20 * ids + 12 * 4096 * 1024
     assert of(work, pp=2).kept_ids == 4 * ids and of(work, 1, pp=2).kept_ids == whole.kept_ids
     assert of(work, cp=8).kept_ids == 20 * ids // 8 + 12 * 4096 * 1024
@@ -476,6 +479,7 @@ def test_a_critic_counts_by_its_own_model_and_settings():
             "default": {},
             "whole": {"optimizer": {"distributed": False}},
             "float32": {"model": {"path": "c", "dtype": "float32"}},
+            "offloaded": {"optimizer": {"offload": True}},
         }.items()
     }
     numbers = sum(stage_parameters(large, layout, 0, output=False))
@@ -483,6 +487,22 @@ def test_a_critic_counts_by_its_own_model_and_settings():
     assert found["whole"].critic == (2 + 4 + 12) * numbers
     assert found["float32"].critic == (4 + 4) * numbers + 8 * -(-numbers // 4)
     work = work_of(RunConfig.model_validate(fields), "cuda")
+    # Only the state of the model whose step it is is there, without activations.
+    assert found["offloaded"].critic == (2 + 4) * numbers
+    assert found["offloaded"].optimizer_step == 12 * -(-numbers // 4) and found["default"].optimizer_step == 0
+    both = work_of(
+        RunConfig.model_validate(
+            fields | {"critic": {"optimizer": {"offload": True}}, "learner": {"optimizer": {"offload": True}}}
+        ),
+        "cuda",
+        large,
+    )
+    away = learner_memory(small, layout, both, 0)
+    assert away.optimizer == 0 and away.optimizer_step == found["offloaded"].optimizer_step
+    for moment in (0, away.transfer, 2 * away.optimizer_step):
+        each = replace(away, activations=moment, logits=0, kept_ids=0, pipeline=0)
+        assert each.total == sum(each.at_peak().values())
+        assert each.total == each.lasting + max(moment, each.optimizer_step, each.transfer)
     assert found["default"].activations == activation_bytes(large, layout, work, 0)
     assert found["default"].logits == 0 and found["float32"].activations > found["default"].activations
     swapped = learner_memory(large, layout, work_of(RunConfig.model_validate(fields), "cuda", small), 0)

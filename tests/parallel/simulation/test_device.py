@@ -45,6 +45,17 @@ def test_memory_is_counted_by_parts():
         del kept
         device.memory.start_peak()
         assert device.memory.at_peak == {"parameters": 2048}
+        other = torch.zeros(128, device=META)
+        device.memory.to_host([weights, weights.view(2, 256)])
+        assert device.memory.total == 512
+        device.memory.relabel([weights], "optimizer")
+        device.memory.start_peak()
+        assert device.memory.at_peak == {"other": 512}
+        device.memory.from_host([weights, other])
+        assert device.memory.at_peak == {"other": 512, "optimizer": 2048}
+        device.memory.to_host([weights])
+        del weights
+        assert device.memory.total == 512
 
 
 def test_flops_are_torchs_own():

@@ -11,6 +11,7 @@ from configs.schema import RunConfig
 from launch.commands.simulate import planned
 from parallel.planning.architecture import architecture_of, padded_vocab_size
 from parallel.planning.flops import forward_flops, update_flops
+from parallel.planning.memory import OF_AN_UPDATE
 from parallel.planning.simulated import MadeStep, Part, SimulatedRank
 from parallel.planning.traffic import data_bytes, scored_passes, update_sent
 from tests.launch.studies.simulated import DENSE, small_config, small_model
@@ -76,6 +77,7 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
             "learner.logprob_chunk_tokens=256",
             "rollout.max_new_tokens=511",
             "rollout.top_k=1024",
+            "learner.optimizer.offload=true",
             budget=1024,
             **sizes,
         ),
@@ -145,8 +147,12 @@ def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(name, number, si
     plan = planned(config, architecture_of(config.model.path), rank)
     at_start = rank.parts["start"].at_peak
     for name in ("parameters", "gradients", "optimizer"):
-        assert at_start[name] == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
-    update = plan.lasting + plan.passing
+        assert at_start.get(name, 0) == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
+    # Simulated, the optimizer's step is not one kernel: it holds a temporary of a parameter, the largest of which is a table.
+    table = 4 * LARGE["vocab_size"] // config.layout.tp * LARGE["hidden_size"]
+    step = plan.optimizer_step + table if config.learner.optimizer.offload else 0
+    assert (plan.optimizer == 0) == config.learner.optimizer.offload
+    update = plan.lasting + max(step, sum(getattr(plan, item) for item in OF_AN_UPDATE))
     # The gradients inside a layer, which are not planned, are more than the logits of so small a vocabulary; recipes are
     # within 6 % (simulated_recipes.md).
     assert 0.9 * update <= rank.parts["update"].peak <= 1.06 * update
