@@ -88,7 +88,7 @@ def _checkpoint_bytes(parameters: int, dtype: str, optimizer: OptimizerConfig) -
 def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
     """An error if there is no space for the next checkpoint and the model; a note if the space may run out later."""
     field, folder = _output_folder(config)
-    need, free = disk_need(config), _free_bytes(folder)
+    need, free = disk_need(config), free_bytes(folder)
     if free is None or free >= need.most:
         return
     text = f"{field}={folder}: its disk has {size_text(free)} free, and the run needs {{}} ({need.text})"
@@ -102,7 +102,7 @@ def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[F
 def disk_lines(config: RunConfig | SftConfig) -> Iterator[str]:
     """The lines of ``--dry-run``."""
     _, folder = _output_folder(config)
-    need, free = disk_need(config), _free_bytes(folder)
+    need, free = disk_need(config), free_bytes(folder)
     available = "" if free is None else f", of {size_text(free)} free here"
     yield f"disk, in {folder}: up to {size_text(need.most)}{available}: {need.text}"
 
@@ -113,7 +113,7 @@ def _output_folder(config: RunConfig | SftConfig) -> tuple[str, Path]:
     return ("launch.runs_dir", config.launch.runs_dir) if config.resume is None else ("resume", config.resume)
 
 
-def _free_bytes(folder: Path) -> int | None:
+def free_bytes(folder: Path) -> int | None:
     """Free bytes of the disk that ``folder`` is on, or will be on; None if the system does not say."""
     absolute = folder.absolute()
     try:

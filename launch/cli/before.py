@@ -199,3 +199,17 @@ def make_tiny_model(
     with as_bad_input("--family: "):
         make_tiny_countdown_model(folder, seed=seed, family=family)
     print(f"wrote {folder}")
+
+
+@command()
+def dequantise(
+    folder: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder with FP8 or MXFP4 weights.", metavar="FOLDER")
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")],
+) -> None:
+    """Write a model that is published in FP8 (DeepSeek-V3, Qwen3-FP8) or MXFP4 (gpt-oss) in bfloat16, in which learner and
+    servers load it."""
+    from launch.commands.dequantise import dequantise as write_dequantised
+
+    write_dequantised(folder, out)

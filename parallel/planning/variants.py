@@ -17,9 +17,13 @@ from parallel.planning.config_fields import (
 from parallel.planning.config_parts import BY_GROUPS
 from parallel.planning.families import Family
 
+DEQUANTISED = ("fp8", "mxfp4")
+"""Each a ``quant_method`` of a published ``quantization_config`` that ``tandem dequantise`` reads."""
+
 
 def refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
     """kind: the model_type. Raises ValueError, which names the field of config.json."""
+    _refuse_quantised(hf_config)
     if family.plain_windows:
         check_rope_by_layers(hf_config, kind)
     if family.is_gemma:
@@ -39,6 +43,35 @@ def refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> 
         _refuse_unread_rotation(hf_config, rotated_share(hf_config, family))
     if family.has_window:
         _refuse_short_window(hf_config, kind, family.default_window)
+
+
+def _refuse_quantised(hf_config: Mapping[str, Any]) -> None:
+    if hf_config.get("quantization_config") is None:
+        return
+    method = check_dequantised(hf_config)["quant_method"]
+    raise ValueError(
+        f"config.json has quantization_config with quant_method={method!r}, which the learner does not read; write the model in bfloat16 "
+        "by `tandem dequantise FOLDER OUT`, and use OUT"
+    )
+
+
+def check_dequantised(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``quantization_config``, if ``tandem dequantise`` reads such weights. Raises ValueError otherwise."""
+    quantisation = hf_config.get("quantization_config")
+    fields: Mapping[str, Any] = quantisation if isinstance(quantisation, Mapping) else {}
+    method = fields.get("quant_method")
+    if method not in DEQUANTISED:
+        raise ValueError(
+            f"config.json has quantization_config with quant_method={method!r}, which Tandem does not read (`tandem dequantise` reads "
+            f"{' and '.join(DEQUANTISED)}); use the model as it was before it was quantised"
+        )
+    sizes = fields.get("weight_block_size")
+    is_pair = isinstance(sizes, list) and len(sizes) == 2
+    if sizes is not None and not (is_pair and all(type(size) is int and size > 0 for size in sizes)):
+        raise ValueError(
+            f"config.json has weight_block_size={sizes!r} in its quantization_config; it must be two whole numbers above 0: restore it"
+        )
+    return fields
 
 
 def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[str, bool]:
@@ -66,7 +99,6 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
-        "quantization_config": hf_config.get("quantization_config") is not None,
         # SGLang reads all sizes there.
         "text_config": hf_config.get("text_config") is not None,
     }
@@ -108,12 +140,6 @@ def _check_gpt_oss(hf_config: Mapping[str, Any], kind: str) -> None:
     if not hf_config.get("attention_bias"):
         raise ValueError(
             f"config.json of a {kind} model has attention_bias={hf_config.get('attention_bias')!r}; it must be true: restore it"
-        )
-    if hf_config.get("quantization_config") is not None:
-        raise ValueError(
-            f"config.json has quantization_config={hf_config['quantization_config']!r}, which the learner does not read; load the {kind} "
-            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and write it by save_pretrained(FOLDER, "
-            "save_original_format=False)"
         )
 
 

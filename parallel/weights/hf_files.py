@@ -162,12 +162,13 @@ def _name_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
 def _amend_config(config: Path, dtype: torch.dtype) -> None:
     """Write the weights' dtype into config.json, under ``dtype`` or ``torch_dtype``, the older key, as it has them, and that
-    there are no layers for further tokens (``Architecture.further_layers``)."""
+    there are no layers for further tokens (``Architecture.further_layers``) and no quantised weights."""
     content = json.loads(config.read_text(encoding="utf-8"))
+    is_quantised = content.pop("quantization_config", None) is not None
     keys = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype"]
     changes: dict[str, object] = dict.fromkeys(keys, str(dtype).removeprefix("torch."))
     changes |= {further: 0 for further in _FURTHER if content.get(further)}
-    if content | changes != content:
+    if is_quantised or content | changes != content:
         config.write_text(json.dumps(content | changes, indent=2) + "\n")
 
 

@@ -50,11 +50,15 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
         headers = read_headers(folder)
     except WeightsUnreadable as error:
         return str(error).split("\n")
-    shapes = hf_shapes(architecture)
-    return [
-        *name_problems(headers.keys(), architecture, Path(folder)),
-        *_shape_problems(headers, shapes, Path(folder)),
-    ]
+    return header_problems(headers, architecture, Path(folder))
+
+
+def header_problems(
+    headers: Mapping[str, TensorHeader], architecture: Architecture, folder: Path
+) -> list[str]:
+    """The reasons why the learner cannot load tensors of these ``headers``, each as "problem; fix"."""
+    problems = name_problems(headers.keys(), architecture, folder)
+    return [*problems, *_shape_problems(headers, hf_shapes(architecture), folder)]
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:

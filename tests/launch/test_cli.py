@@ -161,6 +161,7 @@ def test_gpus_of_no_size_are_refused(tmp_path, model, size):
     [
         (["make-tiny-model", "mine"], "FOLDER: mine exists already"),
         (["make-tiny-model", "/proc/x/y"], "FOLDER=/proc/x/y cannot be written to"),
+        (["dequantise", "mine", "run"], "OUT: run exists already"),
         (["export", "run", "mine"], "OUT: mine exists already"),
         (["export", "run", "/proc/out"], "OUT=/proc/out cannot be written to"),
         (["replay", "mine", "--step", "1"], "mine is not a run folder"),
@@ -174,7 +175,7 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(
     (tmp_path / "run" / "config.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
-    for module in ("rollout.tiny_model", "launch.studies.replay"):
+    for module in ("rollout.tiny_model", "launch.studies.replay", "parallel.weights.quantised"):
         monkeypatch.setitem(sys.modules, module, None)  # to import it is an error
     with pytest.raises(SystemExit) as ended:
         cli.main()

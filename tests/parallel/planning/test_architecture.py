@@ -222,7 +222,11 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (dict(attention_bias=True), "attention_bias"),
         (dict(hidden_act="gelu"), "hidden_act"),
         (dict(layer_types=["sliding_attention"]), "layer_types"),
-        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (
+            dict(quantization_config={"bits": 4}),
+            "quant_method=None, .* use the model as it was before it was quantised",
+        ),
+        (dict(quantization_config={"quant_method": "fp8"}), "`tandem dequantise FOLDER OUT`, and use OUT"),
         (
             dict(text_config={"hidden_size": 64}),
             "text_config={'hidden_size': 64}, which the learner does not",
