@@ -83,9 +83,8 @@ class Context(Protocol):
                 default.
             stop_token_ids: tokens that end this turn, in addition to the model's own end tokens and to ``rollout.stop``.
 
-        Raises:
-            EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more than
-                ``environment.max_turns``.
+        Raises EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more
+        than ``environment.max_turns``.
         """
         ...
 
@@ -113,8 +112,7 @@ class Context(Protocol):
         Args:
             at: None: all tokens so far. 0: none of them.
 
-        Raises:
-            ValueError: this sequence has fewer tokens.
+        Raises ValueError: this sequence has fewer tokens.
         """
         ...
 

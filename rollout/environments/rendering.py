@@ -113,8 +113,7 @@ class ChatRenderer:
         arguments: of the template, such as ``enable_thinking=False``.
         most_tokens: see ``encode_within``.
 
-    Raises:
-        ValueError: the template is missing or cannot be continued exactly; the message says what to do.
+    Raises ValueError: the template is missing or cannot be continued exactly; the message says what to do.
     """
 
     end_token_ids: tuple[int, ...]
@@ -179,8 +178,7 @@ class ChatRenderer:
             messages: at least one, such as a user's or those of tools.
             sampled_end: whether the last sampled token is one of ``end_token_ids``, so that no end is needed.
 
-        Raises:
-            ValueError: the template refuses these messages or leaves them out, or there are none.
+        Raises ValueError: the template refuses these messages or leaves them out, or there are none.
         """
         if not messages:
             raise ValueError("no message follows the assistant's turn; give at least one")

@@ -112,8 +112,7 @@ def math_verify_reward(reference: str, response_text: str) -> Score:
     no time limit here, and a few expressions keep sympy busy forever: run the function in a process that can
     be killed (see ``Scorer``).
 
-    Raises:
-        ValueError: math-verify cannot read the reference.
+    Raises ValueError: math-verify cannot read the reference.
     """
     from math_verify import parse, verify  # loads sympy, which only the worker process needs
 

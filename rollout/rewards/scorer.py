@@ -62,9 +62,8 @@ def check_reward(
         tell: takes remarks on a usable reward.
         field: the reward's field of the config, for messages.
 
-    Raises:
-        ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
-            server's key is missing, or programs cannot be run.
+    Raises ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder
+    or a server's key is missing, or programs cannot be run.
     """
     for name, part, _ in rewards_in(config, field):
         if isinstance(part, ModelReward | JudgeReward):

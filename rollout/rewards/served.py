@@ -102,8 +102,7 @@ class ServedReward:
             suffix: appended to each of the config's addresses.
             fix: what to do, for the end of messages.
 
-        Raises:
-            ValueError: the key's variable is not set.
+        Raises ValueError: the key's variable is not set.
         """
         self._config, self._name, self._kind, self._fix = config, name, kind, fix
         self._key = key_of(config.api_key_variable, name)  # the bearer token of each request, never shown

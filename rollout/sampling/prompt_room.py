@@ -64,8 +64,7 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> P
     A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into
     one micro-batch of the learner. ``max_positions`` is max_position_embeddings of the model's config.json.
 
-    Raises:
-        ValueError: there is no room; the message names the limits and the fix.
+    Raises ValueError: there is no room; the message names the limits and the fix.
     """
     limits = sequence_limits(config, which, max_positions=max_positions)
     field, max_new = response_limit(config, which)
@@ -125,12 +124,9 @@ def _whole(flag: object) -> int | None:
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:
-    """Refuse an example of a supervised warm start that is too long. It would end the training when it is drawn, perhaps
-    hours later.
-
-    Raises:
-        ValueError: with the place ``where``, the length, the limit and the fix.
-    """
+    """Refuse an example of a supervised warm start that is too long. It would end the training when it is
+    drawn, perhaps hours later. Raises ValueError: with the place ``where``, the length, the limit and the
+    fix."""
     takes = f"{where}: takes {length} tokens, more than"
     if length > max_positions:
         raise ValueError(f"{takes} the model's max_position_embeddings={max_positions}; shorten or drop it")

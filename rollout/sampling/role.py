@@ -182,13 +182,10 @@ def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTok
 
 
 def task_that_fits(task: Task, config: RunConfig, *, max_positions: int) -> Task:
-    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``). Such a prompt would
-    end the run when it is drawn, perhaps hours later.
-
-    Raises:
-        ValueError: the config does not allow leaving such prompts out, or all prompts are too long. The message has the
-            longest prompt, its length, the limits and the fix.
-    """
+    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``). Such a
+    prompt would end the run when it is drawn, perhaps hours later. Raises ValueError: the config does not
+    allow leaving such prompts out, or all prompts are too long; with the longest prompt, its length, the
+    limits and the fix."""
     fitting = partial(_fitting, config, max_positions)
     train = fitting("training", task.train)
     return replace(

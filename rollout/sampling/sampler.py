@@ -79,13 +79,9 @@ class GroupSampler:
         seed: int,
         order: Order,
     ) -> None:
-        """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training prompts.
-        scorer: the scorer of ``samples``; its retries are counted. kept_problems: see
-        ``TrackingConfig.evaluation_problems``.
-
-        Raises:
-            ValueError: the task has no training prompts.
-        """
+        """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training
+        prompts. scorer: the scorer of ``samples``; its retries are counted. kept_problems: see
+        ``TrackingConfig.evaluation_problems``. Raises ValueError: the task has no training prompts."""
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
         self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
@@ -111,11 +107,8 @@ class GroupSampler:
 
     async def load_state(self, state: SamplerState | None) -> None:
         """Continue from another sampler's state of the same seed and data; None: from the start of the data.
-        Groups that are being sampled are cancelled.
-
-        Raises:
-            ValueError: the training set is not the state's.
-        """
+        Groups that are being sampled are cancelled. Raises ValueError: the training set is not the
+        state's."""
         if state is not None and state.num_prompts != len(self._task.train):
             raise ValueError(
                 f"the state to resume was taken with {state.num_prompts} training prompts, but task {self._task.name} now has "

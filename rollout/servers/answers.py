@@ -117,13 +117,10 @@ _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 
 
 def parse_completion(reply: Mapping, sent: Sent) -> Completion:
-    """The record of one sample of a ``/generate`` reply with log-probs.
-
-    Raises:
-        GenerationError: the server read a prompt of another length. Ids, log-probs and versions do not fit
-            together, a log-prob is not finite, or a version is not a decimal number. Requested experts
-            (``decode_experts``) or kept ids (``decode_kept``) are missing or wrong.
-    """
+    """The record of one sample of a ``/generate`` reply with log-probs. Raises GenerationError: the server
+    read a prompt of another length; ids, log-probs and versions do not fit together; a log-prob is not
+    finite; a version is not a decimal number; or requested experts (``decode_experts``) or kept ids
+    (``decode_kept``) are missing or wrong."""
     meta = reply["meta_info"]
     triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
     if meta.get("prompt_tokens", sent.num_tokens) != sent.num_tokens:
@@ -159,11 +156,8 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:
-    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). In JSON, a log-prob that is not finite is null.
-
-    Raises:
-        GenerationError: a log-prob is not finite; the message names the token's place.
-    """
+    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). In JSON, a log-prob that is not
+    finite is null. Raises GenerationError: a log-prob is not finite; the message names the token's place."""
     logprobs = np.array(list(map(_LOGPROB, triples)), dtype=LOGPROBS)  # null becomes NaN
     finite = np.isfinite(logprobs)
     if finite.all():

@@ -77,21 +77,15 @@ class Pending:
         self._action, self._futures, self._timeout_s = action, list(futures), timeout_s
 
     def raise_if_failed(self) -> None:
-        """Look once, without waiting: a server that refused will never join the caller's collective.
-
-        Raises:
-            ControlError: a replica has failed already.
-        """
+        """Look once, without waiting: a server that refused will never join the caller's collective. Raises
+        ControlError: a replica has failed already."""
         for future in self._futures:
             if future.done():
                 future.result()
 
     def wait(self) -> list[dict]:
-        """The replies in order of the requests and of the replicas.
-
-        Raises:
-            ControlError: the first failure, with the server's message, or a missed deadline.
-        """
+        """The replies in order of the requests and of the replicas. Raises ControlError: the first failure,
+        with the server's message, or a missed deadline."""
         done, missing = wait_futures(self._futures, timeout=self._timeout_s, return_when="FIRST_EXCEPTION")
         for future in self._futures:
             if future in done:
@@ -242,11 +236,8 @@ class SGLangControl:
         return self._as_pending("pause and begin weight update", [*pausing, *beginning])
 
     def require_plugin(self) -> None:
-        """Pause the servers, and check that each has this version of Tandem's plugin.
-
-        Raises:
-            ControlError: a server has another version, or none, or captures no routed experts that are needed.
-        """
+        """Pause the servers, and check that each has this version of Tandem's plugin. Raises ControlError: a
+        server has another version, or none, or captures no routed experts that are needed."""
         self.pause()  # otherwise the question would wait for the running requests
         futures = [
             line.ask("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, QUESTION)) for line in self._lines
@@ -283,8 +274,7 @@ class SGLangControl:
         takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors. All tensors of a
         bucket have the same one of the ``dtypes``.
 
-        Raises:
-            ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
+        Raises ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
         """
         action = f"receive {len(names)} tensors in {len(announcement.counts)} buckets"
         group_name = self.group_name if announcement.meeting is None else NO_GROUP
@@ -307,8 +297,7 @@ class SGLangControl:
             version: the new version, for the last request of an update, which also flushes the cache. None for
                 all others, so that a server never reports the new version after an incomplete update.
 
-        Raises:
-            ValueError: no group was joined, or names and shapes do not fit together.
+        Raises ValueError: no group was joined, or names and shapes do not fit together.
         """
         action = f"receive a bucket of {len(names)} tensors"
         body = _announced(names, [dtype] * len(names), shapes, self.group_name, "flattened_bucket")
@@ -329,11 +318,8 @@ class SGLangControl:
         return self._post(action, RECEIVE_PATH, body)
 
     def close_update(self) -> list[int]:
-        """End the update and return the served version of each replica.
-
-        Raises:
-            ControlError: also for an unreadable answer.
-        """
+        """End the update and return the served version of each replica. Raises ControlError: also for an
+        unreadable answer."""
         ending = self._post("end weight update", "/end_weight_update", {})
         versions = self._request_versions()
         ending.wait()
@@ -359,11 +345,7 @@ class SGLangControl:
         self._post_all(action, "/resume_memory_occupation", {"tags": list(tags)})
 
     def versions(self) -> list[int]:
-        """The weight version of each replica.
-
-        Raises:
-            ControlError: a version is not a decimal number.
-        """
+        """The weight version of each replica. Raises ControlError: a version is not a decimal number."""
         return _parse_versions(self._request_versions().wait())
 
     def _request_versions(self) -> Pending:
@@ -373,10 +355,7 @@ class SGLangControl:
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
     ) -> list[Completion]:
         """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it).
-
-        Raises:
-            ControlError: also for an unreadable answer.
-        """
+        Raises ControlError: also for an unreadable answer."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["ignore_eos"] = True
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
@@ -404,12 +383,8 @@ class SGLangControl:
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
         """Per replica, the likeliest continuation of each prompt. Prompts run one at a time and from an empty
-        cache, so that the numbers depend only on the weights, and not on the batch.
-
-        Raises:
-            ControlError: also for an unreadable answer, such as log-probs that are not finite: these would compare
-                as equal.
-        """
+        cache, so that the numbers depend only on the weights, and not on the batch. Raises ControlError: also
+        for an unreadable answer, such as log-probs that are not finite: these would compare as equal."""
         # Within the timeout, requests that are about to end can end, such as the health check's.
         self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}

@@ -115,11 +115,8 @@ class ServerFleet:
         return f"http://{self._spec.host}:{replica.ports.http}"
 
     def start(self) -> None:
-        """Start every share and return at once.
-
-        Raises:
-            ValueError: too few GPUs, a taken port, a long TMPDIR, or a missing model folder; nothing was started.
-        """
+        """Start every share and return at once. Raises ValueError: too few GPUs, a taken port, a long TMPDIR,
+        or a missing model folder; nothing was started."""
         if self._replicas:
             raise RuntimeError("the servers were started already")
         model = self._spec.config.model.path.resolve()
@@ -188,11 +185,7 @@ class ServerFleet:
                 time.sleep(HEALTH_POLL_S)
 
     def poll(self) -> None:
-        """Look at every process once.
-
-        Raises:
-            ServerDied: a replica ended.
-        """
+        """Look at every process once. Raises ServerDied: a replica ended."""
         for replica in self._replicas:
             replica.pid = replica.pid or server_pid(replica.process)
             if replica.process.poll() is not None:
@@ -215,12 +208,9 @@ class ServerFleet:
         return bool(ended)
 
     def restart_ended(self, most: int) -> list[ServerDied]:
-        """Restart every replica that has ended, at its port and on its GPUs. Returns how they ended. The log of the
-        previous life is kept beside the new one.
-
-        Raises:
-            ServerDied: more than ``most`` have ended, or one of them has shares on other nodes.
-        """
+        """Restart every replica that has ended, at its port and on its GPUs. Returns how they ended. The log
+        of the previous life is kept beside the new one. Raises ServerDied: more than ``most`` have ended, or
+        one of them has shares on other nodes."""
         deaths = []
         ended = [i for i, replica in enumerate(self._replicas) if replica.process.poll() is not None]
         for i in ended:
@@ -258,11 +248,8 @@ class ServerFleet:
         return _version_of(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S) is None
 
     def look_at_restarted(self) -> list[int]:
-        """The numbers of the restarted replicas that have become healthy.
-
-        Raises:
-            TimeoutError: one takes longer than ``rollout.server_start_timeout_s``.
-        """
+        """The numbers of the restarted replicas that have become healthy. Raises TimeoutError: one takes
+        longer than ``rollout.server_start_timeout_s``."""
         limit_s, healthy = self._spec.config.rollout.server_start_timeout_s, []
         for replica in self._replicas:
             if replica.starting_since is None:
@@ -278,11 +265,8 @@ class ServerFleet:
         return healthy
 
     def stop(self) -> None:
-        """End every replica by ``end_watched``. May be called twice.
-
-        Raises:
-            RuntimeError: a process survived SIGKILL.
-        """
+        """End every replica by ``end_watched``. May be called twice. Raises RuntimeError: a process survived
+        SIGKILL."""
         replicas, self._replicas = self._replicas, []
         try:
             end_watched([replica.process for replica in replicas])

@@ -54,12 +54,9 @@ def bytes_per_token(top_k: int) -> int:
 
 
 def decode_kept(meta: Mapping, token_ids: np.ndarray, vocab_size: int) -> Kept:
-    """The kept sets of an answer's ``meta_info``.
-
-    Raises:
-        GenerationError: the answer has none, or not one per token; an id is outside the vocabulary; a set lacks the
-            token that was sampled from it; a log-prob is not finite, or above 0.
-    """
+    """The kept sets of an answer's ``meta_info``. Raises GenerationError: the answer has none, or not one per
+    token; an id is outside the vocabulary; a set lacks the token that was sampled from it; a log-prob is not
+    finite, or above 0."""
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     if masks is None or values is None:
         raise GenerationError(

@@ -39,11 +39,8 @@ def check_temporary_folder() -> None:
 
 
 def check_server_args(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that other fields or the design determine.
-
-    Raises:
-        ValueError: a name has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``.
-    """
+    """Refuse flags in ``server_args`` that other fields or the design determine. Raises ValueError: a name
+    has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``."""
     for name in config.server_args:
         flag = name.replace("_", "-")
         # SGLang also accepts the beginning of a flag.
@@ -57,11 +54,8 @@ def check_server_args(config: RolloutConfig) -> None:
 
 
 def check_flags_exist(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that SGLang's sources do not declare by their full names.
-
-    Raises:
-        ValueError: SGLang has no such flag.
-    """
+    """Refuse flags in ``server_args`` that SGLang's sources do not declare by their full names. Raises
+    ValueError: SGLang has no such flag."""
     sglang_flags = flags_of_sglang() if config.server_args else ()
     for name in config.server_args:
         flag = name.replace("_", "-")
@@ -152,10 +146,7 @@ def check_dtype_is_served(config: RolloutConfig, model: Path, *, cuda: bool) -> 
 
 def check_gpus(config: RolloutConfig, first_gpu: int, available: int) -> None:
     """Refuse a config that needs more GPUs than ``available``: one per learner rank and rank of a replica.
-
-    Raises:
-        ValueError: with both numbers and the fix.
-    """
+    Raises ValueError: with both numbers and the fix."""
     needed = first_gpu + config.replicas * config.tp
     if available < needed:
         raise ValueError(

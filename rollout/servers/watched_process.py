@@ -91,8 +91,7 @@ def end_watched(processes: Sequence[WatchedProcess]) -> None:
     A server has nothing to save. SGLang looks for SIGTERM only every 5 s. Its main process would then take the end
     of its other processes for a crash, and write a crash report into the log of a healthy run.
 
-    Raises:
-        RuntimeError: a process survived SIGKILL.
+    Raises RuntimeError: a process survived SIGKILL.
     """
     members = [_group_members(process.pid) for process in processes]
     left = [shared_memory_of({member.pid for member in group}) for group in members]
