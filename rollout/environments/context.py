@@ -1,11 +1,11 @@
 """The contexts of one episode: each is a sequence of tokens with the engine that continues it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class _Episode:
     clock: EpisodeClock = field(default_factory=EpisodeClock)
 
 
-ScoreText = Callable[..., Awaitable[Score]]
+ScoreText = Callable[..., Coroutine[Any, Any, Score]]
 """f(problem, response_text, *, num_tokens, finish_reason): the run's reward (``Scorer.score``)."""
 
 

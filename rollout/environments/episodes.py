@@ -171,27 +171,26 @@ class Episodes:
                 outcome = checked(await self._run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
-        except EpisodeFailed as failure:
-            return Outcome(reward=None, status=failure.status, error=str(failure))
         except ENDS_THE_RUN:
             raise
-        except TimeoutError as error:
-            if not deadline.expired():
-                return _failed(error)
-            limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
-            if self._end_s:
-                limit += f" and {self._end_s:g} s more to end the episode"
-            return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is None or task.cancelling():
+        except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return self._late()
+            task = asyncio.current_task()
+            # Otherwise the environment has cancelled one of its own tasks.
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            return _failed(error)  # the environment has cancelled one of its own tasks
-        except Exception as error:  # the user's code may raise anything
             return _failed(error)
         if not any(sequence.turns for sequence in context.sequences()):
             error = "the episode ended before the policy's first turn"
             return Outcome(reward=None, status=outcome.status, error=error)
         return outcome
+
+    def _late(self) -> Outcome:
+        limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
+        if self._end_s:
+            limit += f" and {self._end_s:g} s more to end the episode"
+        return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
 
     async def _run(self, prompt: Prompt, context: EpisodeContext) -> object:
         """What the environment returns. Its unfinished requests are ended."""
@@ -258,4 +257,6 @@ def checked(outcome: object) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
+    if isinstance(error, EpisodeFailed):
+        return Outcome(reward=None, status=error.status, error=str(error))
     return Outcome(reward=None, status=Status.FAILED, error=f"the environment raised {describe(error)}")

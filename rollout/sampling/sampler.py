@@ -15,10 +15,10 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import islice
-from typing import Self
+from typing import NamedTuple
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
@@ -45,8 +45,7 @@ MAX_LOGGED_FAILURES = 8
 """Failed rewards of one request that are logged one by one; further ones are only counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Graded:
+class Graded(NamedTuple):
     """What an evaluation keeps of a sample (see ``Sample``). The tokens of thousands of samples would take gigabytes."""
 
     reward: float | None
@@ -54,10 +53,6 @@ class Graded:
     error: str | None
     num_sampled: int
     is_truncated: bool
-
-    @classmethod
-    def of(cls, sample: Sample) -> Self:
-        return cls(**{field.name: getattr(sample, field.name) for field in fields(cls)})
 
 
 class GroupSampler:
@@ -258,7 +253,7 @@ class GroupSampler:
             if temperature != self._evaluation.temperature:
                 prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}, at temperature {temperature:g}")
             kept[number] = _make_group(number, prompt, samples)
-        return [Graded.of(sample) for sample in samples]
+        return [Graded(*map(partial(getattr, sample), Graded._fields)) for sample in samples]
 
     def _summarise_sources(
         self, prompts: Sequence[Prompt], answers: "Sequence[Sequence[Graded]]"
@@ -285,8 +280,9 @@ class GroupSampler:
         )
 
     def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
+        """attempt: the group's id; -1 in evaluations."""
         return [
-            _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
+            seed_of(json.dumps([self._seed, prompt.prompt_id, sibling, attempt])) for sibling in range(count)
         ]
 
     def _prompt_at(self, position: int) -> Prompt:
@@ -324,11 +320,6 @@ def _has_signal(samples: Sequence[Sample], dynamic: DynamicSampling) -> bool:
             return len({sample.correct for sample in scored}) > 1
         case NoDynamicSampling():
             return True
-
-
-def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -> int:
-    """From the run's seed, the prompt, the sibling, and the group id (``attempt``)."""
-    return seed_of(json.dumps([run_seed, prompt_id, sibling, attempt]))
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Group:
