@@ -1,18 +1,13 @@
 """A separate reward for each source of the data (``reward: {type: by_field}``)."""
 
 import os
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from configs.schema.reward import AnyReward, RewardByField
 from rollout.records import FinishReason, Prompt, Score, source_name, source_of
-from rollout.rewards.scorer import Scorer, check_reward, default_num_workers
-
-if TYPE_CHECKING:
-    from rollout.tasks.task import Problem
+from rollout.rewards.scorer import Scorer, default_num_workers
 
 
 class ScorerByField:
@@ -22,10 +17,9 @@ class ScorerByField:
         self._config, self._names = config, config.names
         # The sources share the default number of processes.
         num_workers = max(1, default_num_workers(len(os.sched_getaffinity(0))) // len(config.rewards))
+        scorer_of_one = partial(Scorer, max_new_tokens=max_new_tokens, num_workers=num_workers)
         self._scorers = {
-            value: Scorer(
-                reward, max_new_tokens=max_new_tokens, num_workers=num_workers, field=_field_of(value)
-            )
+            value: scorer_of_one(reward, field=f"reward.rewards.{value}")
             for value, reward in config.rewards.items()
         }
         self._exits = AsyncExitStack()
@@ -86,17 +80,3 @@ def known_source(config: RewardByField, value: object) -> str:
             f"is {source!r}, but reward.rewards has rewards only for {known}; add one, or drop such records"
         )
     return source
-
-
-def check_rewards(
-    config: AnyReward, sample: Callable[[str | None], "Problem | None"], tell: Callable[[str], None]
-) -> None:
-    """``check_reward`` for each source. ``sample`` gives a problem of a source, or of the only one (None). Raises ValueError."""
-    if not isinstance(config, RewardByField):
-        return check_reward(config, lambda: sample(None), tell)
-    for value, reward in config.rewards.items():
-        check_reward(reward, lambda value=value: sample(value), tell, field=_field_of(value))
-
-
-def _field_of(value: str) -> str:
-    return f"reward.rewards.{value}"

@@ -7,7 +7,7 @@ from numbers import Real
 
 import numpy as np
 
-from rollout.environments.tandem_worker.failures import readable
+from rollout.environments.tandem_worker.failures import readable, short
 from rollout.records import Score
 from rollout.user_code import further_parameters, import_function
 
@@ -72,9 +72,7 @@ def to_score(returned: object) -> Score:
     """
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
-        raise TypeError(
-            f"the parts of a reward must be a dict from names to numbers, not {_short_text(parts)}"
-        )
+        raise TypeError(f"the parts of a reward must be a dict from names to numbers, not {short(parts)}")
     reward = _finite_number(value, "the reward")
     if abs(reward) > LARGEST:
         raise ValueError(f"the reward is {reward:g}, and float32 ends at {LARGEST:g}")
@@ -86,12 +84,7 @@ def to_score(returned: object) -> Score:
 
 def _finite_number(value: object, name: str) -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, not {_short_text(value)}")
+        raise TypeError(f"{name} must be a number, not {short(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {float(value)}, which is not finite")
     return float(value)
-
-
-def _short_text(value: object) -> str:
-    has_content = isinstance(value, str | dict | tuple | list)
-    return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"

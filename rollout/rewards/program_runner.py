@@ -387,9 +387,6 @@ def bubblewrap(job, folder, status):
     it is read-only."""
     python_folders, version = job["python_folders"], job["bwrap_version"]
     inside = inside_bubblewrap(python_folders)
-    shared_memory = (
-        ["--size", str(shared_memory_of(job)), "--tmpfs", "/dev/shm"] if version >= SIZE_SINCE else []
-    )
     options = [
         "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, inside,
@@ -397,17 +394,10 @@ def bubblewrap(job, folder, status):
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]
-    options += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        *shared_memory,
-        "--remount-ro",
-        "/dev",
-        "--remount-ro",
-        "/",
-    ]
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    if version >= SIZE_SINCE:
+        options += ["--size", str(shared_memory_of(job)), "--tmpfs", "/dev/shm"]
+    options += ["--remount-ro", "/dev", "--remount-ro", "/"]
     # A program that can make namespaces could mount more memory.
     options += ["--disable-userns"] if version >= NO_NAMESPACES_SINCE else []
     if refused := refused_calls():

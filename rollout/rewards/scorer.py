@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,30 +48,28 @@ MOST_DEFAULT_WORKERS = 32
 
 
 def check_reward(
-    config: RewardOfAll,
-    sample: Callable[[], "Problem | None"] = lambda: None,
+    config: AnyReward,
+    sample: Callable[[str | None], "Problem | None"] = lambda source: None,
     tell: Callable[[str], None] = logger.info,
-    *,
-    field: str = "reward",
 ) -> None:
     """Refuse a reward that cannot be used here, before anything is started. ``Scorer`` checks the servers of
     reward models and judges later.
 
     Args:
-        sample: gives a problem on which the user's function is tried. If it gives None, the function is only imported.
+        sample: gives a problem of a source (None: of the only one) on which the user's function is tried. If it gives None,
+            the function is only imported.
         tell: takes remarks on a usable reward.
-        field: the reward's field of the config, for messages.
 
     Raises ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder
     or a server's key is missing, or programs cannot be run.
     """
-    for name, part, _ in rewards_in(config, field):
+    for name, part, source in rewards_in(config):
         if isinstance(part, ModelReward | JudgeReward):
             from rollout.rewards.served import key_of
 
             key_of(part.api_key_variable, name)
         if part.type == "function":
-            _check_function(name, part, sample, tell)
+            _check_function(name, part, partial(sample, source and source[1]), tell)
         elif part.type == "code":
             tell(f"{name}: programs run {SANDBOXES[asyncio.run(choose_sandbox(part, name))]}")
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
@@ -112,15 +110,7 @@ def default_num_workers(cores: int) -> int:
     return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Response:
-    text: str
-    num_tokens: int
-    """With the end token."""
-    finish_reason: FinishReason
-
-
-_Reward = Callable[[Prompt, _Response], Awaitable[Score]]
+_Reward = Callable[[Prompt, Job], Awaitable[Score]]
 
 
 class Scorer:
@@ -184,11 +174,9 @@ class Scorer:
     async def _make_reward(self, field: str, part: RewardPart, exits: AsyncExitStack) -> _Reward:
         match part.type:
             case "countdown":
-                return _inline_reward(
-                    lambda prompt, response: countdown_reward(prompt.reference, response.text)
-                )
+                return _inline_reward(lambda job: countdown_reward(job.reference, job.response_text))
             case "gsm8k":
-                return _inline_reward(lambda prompt, response: gsm8k_reward(prompt.reference, response.text))
+                return _inline_reward(lambda job: gsm8k_reward(job.reference, job.response_text))
             case "overlong":
                 longest, buffer = self._max_new_tokens, part.buffer_tokens
                 if buffer > longest:
@@ -197,17 +185,17 @@ class Scorer:
                     )
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
 
-                def score_length(_: Prompt, response: _Response) -> Score:
+                def score_length(job: Job) -> Score:
                     # The model's positions may have cut it off earlier. It still counts as the longest.
-                    is_cut = response.finish_reason is FinishReason.LENGTH
-                    return Score(value=penalty(longest if is_cut else response.num_tokens))
+                    is_cut = job.finish_reason == FinishReason.LENGTH
+                    return Score(value=penalty(longest if is_cut else job.num_tokens))
 
                 return _inline_reward(score_length)
             case "code":
                 programs = ProgramTests(part, num_workers=part.num_workers or self._num_workers, name=field)
                 exits.push_async_callback(programs.close)
                 await programs.start()
-                return lambda prompt, response: programs.score(prompt, response.text)
+                return lambda prompt, job: programs.score(prompt, job.response_text)
             case "model" | "judge":
                 # Imported here, because checks before a start must not import an HTTP client.
                 from rollout.rewards.judge import Judge
@@ -217,11 +205,11 @@ class Scorer:
                 self._models.append(model)
                 exits.push_async_callback(model.close)
                 await model.start()
-                return lambda prompt, response: model.score(prompt, response.text)
+                return lambda prompt, job: model.score(prompt, job.response_text)
             case _:
                 pool = _worker_pool(part, part.num_workers or self._num_workers)
                 exits.callback(pool.close)
-                return lambda prompt, response: pool.call(_job_of(prompt, response))
+                return lambda prompt, job: pool.call(job)
 
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
@@ -238,9 +226,16 @@ class Scorer:
             RewardModelError: a reward model does not answer, or its answer has the wrong form.
             CancelledError: the scorer was closed meanwhile.
         """
-        response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
+        job = Job(
+            prompt_text=prompt.text,
+            response_text=response_text,
+            reference=prompt.reference,
+            row=prompt.row,
+            num_tokens=num_tokens,
+            finish_reason=finish_reason.value,
+        )
         with span("reward", family="rewards"):
-            under_way = [reward(prompt, response) for reward in self._rewards.values()]
+            under_way = [reward(prompt, job) for reward in self._rewards.values()]
             # gather makes a task for each part, which costs more than most rewards.
             results = await asyncio.gather(*under_way) if len(under_way) > 1 else [await under_way[0]]
         scores = dict(zip(self._rewards, results, strict=True))
@@ -277,12 +272,12 @@ class Scorer:
         return score
 
 
-def _inline_reward(function: Callable[[Prompt, _Response], Score]) -> _Reward:
+def _inline_reward(function: Callable[[Job], Score]) -> _Reward:
     """A pure and fast reward. It runs in the thread of the event loop."""
 
-    async def score(prompt: Prompt, response: _Response) -> Score:
+    async def score(_: Prompt, job: Job) -> Score:
         try:
-            return function(prompt, response)
+            return function(job)
         except ValueError as error:  # an unusable reference
             return Score(value=0.0, error=f"{type(error).__name__}: {error}")
 
@@ -296,15 +291,4 @@ def _worker_pool(config: MathVerifyReward | FunctionReward, num_workers: int) ->
         reward, start_timeout_s = config.function, max(START_TIMEOUT_S, config.import_timeout_s)
     return WorkerPool(
         reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s
-    )
-
-
-def _job_of(prompt: Prompt, response: _Response) -> Job:
-    return Job(
-        prompt_text=prompt.text,
-        response_text=response.text,
-        reference=prompt.reference,
-        row=prompt.row,
-        num_tokens=response.num_tokens,
-        finish_reason=response.finish_reason.value,
     )

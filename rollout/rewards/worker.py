@@ -59,6 +59,7 @@ class Job:
     reference: str
     row: Mapping[str, object] | None = None
     num_tokens: int = 0
+    """Of the response, with its end token."""
     finish_reason: str = "stop"
 
 

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from configs.schema import RunConfig
 from configs.schema.reward import RewardByField
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards.by_field import ScorerByField, check_rewards, scorer_of
-from rollout.rewards.scorer import Scorer, may_read_rows
+from rollout.rewards.by_field import ScorerByField, scorer_of
+from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.tasks import first_problem
 
 OVERLONG = {"type": "overlong", "buffer_tokens": 4, "weight": 0.5}
@@ -105,10 +105,10 @@ def test_a_function_is_tried_on_the_first_problem_of_its_source(tmp_path, monkey
         task={"type": "jsonl", "train_path": "data.jsonl"},
         reward={"type": "by_field", "field": "kind", "rewards": {"a": function, "b": {"type": "gsm8k"}}},
     )
-    check_rewards(config.reward, lambda kind: first_problem(config.task, ("kind", kind)), print)
+    check_reward(config.reward, lambda kind: first_problem(config.task, ("kind", kind)), print)
     wrong = RewardByField(type="by_field", field="kind", rewards={"b": function})
     with pytest.raises(ValueError, match=r"reward\.rewards\.b\.function: .* raised AssertionError"):
-        check_rewards(wrong, lambda kind: first_problem(config.task, ("kind", kind)), print)
+        check_reward(wrong, lambda kind: first_problem(config.task, ("kind", kind)), print)
     with pytest.raises(ValueError, match="holds no records"):
         first_problem(config.task, ("kind", "c"))
 
