@@ -20,6 +20,15 @@ class PromptTooLongError(GenerationError):
     """The server has no room for this prompt and an answer. The servers are healthy and answer other prompts."""
 
 
+class AttemptFailed(Exception):
+    """One attempt at a request failed, and another may succeed."""
+
+    def __init__(self, message: str = "", *, wait_s: float = 0.0) -> None:
+        """wait_s: the wait before the next request that the server asked for."""
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
     """Counts since the client was made; they never fall."""

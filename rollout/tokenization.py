@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from configs.reading.named_files import TOKENIZERS
 from rollout.records import DataPrompt, Message, Messages, WithTools, messages_of
 from rollout.sglang_plugin.tandem_transformers import spare_work
-from rollout.tokenizer_files import template_name
+from rollout.tokenizer_files import read_object, template_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -374,13 +374,7 @@ def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
 
 
 def _read_eos_ids(path: Path) -> list[int]:
-    if not path.is_file():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; values nested too deep
-        raise ValueError(f"{path} is not valid JSON: {error}; restore the file of the model") from error
-    ids = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = read_object(path).get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if any(type(i) is not int for i in ids):
         raise ValueError(f"{path}: eos_token_id is {ids!r}; it must be an integer or a list of integers")

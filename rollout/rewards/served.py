@@ -23,8 +23,9 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 from configs.schema.reward import JudgeReward, ModelReward
+from rollout.client import AttemptFailed
 from rollout.gathering import TasksToEnd
-from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
+from rollout.http_replicas import Replica, open_session, request_with_retries
 from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score
 from rollout.rewards.pipe import LARGEST_ANSWER

@@ -98,7 +98,7 @@ def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int) 
 
 
 def _server_limits(rollout: RolloutConfig, max_positions: int) -> Iterator[SequenceLimit]:
-    flags = {name.replace("_", "-"): value for name, value in rollout.server_args.items()}
+    flags = rollout.server_flags
     yield server_limit("max_position_embeddings", max_positions)
     if (length := _whole(flags.get("context-length"))) is not None:
         yield server_limit("rollout.server_args.context-length", length)

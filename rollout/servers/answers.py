@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import orjson
 
-from rollout.client import GenerationError, KnownExperts
+from rollout.client import AttemptFailed, GenerationError, KnownExperts
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.servers.kept_sets import Truncation, decode_kept
 from rollout.servers.routing import Experts, decode_experts
@@ -75,9 +75,7 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
         GenerationError: the answer has another form, or a sample is wrong (see ``parse_completion``).
     """
     try:
-        replies = _replies(content, count)
-        _refuse_aborted(replies)
-        return [parse_completion(reply, sent) for reply in replies]
+        return [parse_completion(reply, sent) for reply in _replies(content, count)]
     except GenerationError as error:
         raise GenerationError(f"{url}: {error}") from error
     except (ValueError, LookupError, TypeError, OverflowError) as error:  # a proxy's page, or another SGLang
@@ -92,16 +90,11 @@ def _replies(content: bytes, count: int) -> list[Mapping]:
         raise GenerationError(
             f"a request for {count} samples was answered with a {kind}, not a list of one reply each"
         )
-    return replies
-
-
-def _refuse_aborted(replies: Sequence[Mapping]) -> None:
     for reply in replies:
         finish = reply["meta_info"]["finish_reason"]
         if finish["type"] == "abort":
-            from rollout.http_replicas import AttemptFailed  # imports aiohttp, which a learner does not need
-
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
+    return replies
 
 
 _TOO_LONG = (

@@ -206,7 +206,7 @@ class SGLangControl:
         would throw running responses away. ``in_place`` would continue with keys and values of the old weights,
         and refuses to flush them.
         """
-        self._post_all("pause", "/pause_generation", {"mode": "retract"})
+        self._post("pause", "/pause_generation", {"mode": "retract"}).wait()
 
     def take_over(self) -> bool:
         """Pause servers that an earlier learner left in an unknown state. Returns whether one of them is in
@@ -327,7 +327,7 @@ class SGLangControl:
         return _parse_versions(versions.wait())
 
     def resume(self) -> None:
-        self._post_all("resume", "/continue_generation", {})
+        self._post("resume", "/continue_generation", {}).wait()
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Free the device memory of ``tags`` (``kv_cache``, ``weights``) and drop its content. The servers
@@ -336,13 +336,13 @@ class SGLangControl:
         On CPU, where SGLang has no such memory, this only empties the cache.
         """
         action = f"release the memory of {' and '.join(tags)}"
-        self._post_all(action, "/release_memory_occupation", {"tags": list(tags)})
+        self._post(action, "/release_memory_occupation", {"tags": list(tags)}).wait()
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Allocate the memory of ``tags`` again, at the same addresses. The cache is then empty; weights are
         undefined until the learner has sent them."""
         action = f"take the memory of {' and '.join(tags)}"
-        self._post_all(action, "/resume_memory_occupation", {"tags": list(tags)})
+        self._post(action, "/resume_memory_occupation", {"tags": list(tags)}).wait()
 
     def versions(self) -> list[int]:
         """The weight version of each replica. Raises ControlError: a version is not a decimal number."""
@@ -359,7 +359,7 @@ class SGLangControl:
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["ignore_eos"] = True
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
-        replies = self._post_all("probe", "/generate", body)
+        replies = self._post("probe", "/generate", body).wait()
         with _parsing_answers("probe"):
             return [parse_completion(reply, Sent.of(prompt_ids)) for reply in replies]
 
@@ -370,7 +370,16 @@ class SGLangControl:
         each rank hashes its shard and the names begin with ``rank<r>/``. On CUDA SGLang hashes with its own
         kernel. Checksums compare servers with one another and one update with the next.
         """
-        return _parse_checksums(self._post_all("checksums", "/weights_checker", {"action": "checksum"}))
+        replies = self._post("checksums", "/weights_checker", {"action": "checksum"}).wait()
+        with _parsing_answers("checksums"):
+            return [
+                {
+                    (name if len(reply["ranks"]) == 1 else f"rank{rank}/{name}"): digest
+                    for rank, report in enumerate(reply["ranks"])
+                    for name, digest in report["checksums"].items()
+                }
+                for reply in replies
+            ]
 
     def load_from_disk(self, folder: Path, *, version: int) -> None:
         """Replace the weights by those of a Hugging Face folder of the same model, and flush the cache."""
@@ -379,14 +388,14 @@ class SGLangControl:
             "weight_version": str(version),
             "flush_cache": True,
         }
-        self._post_all("load weights from disk", "/update_weights_from_disk", body)
+        self._post("load weights from disk", "/update_weights_from_disk", body).wait()
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
         """Per replica, the likeliest continuation of each prompt. Prompts run one at a time and from an empty
         cache, so that the numbers depend only on the weights, and not on the batch. Raises ControlError: also
         for an unreadable answer, such as log-probs that are not finite: these would compare as equal."""
         # Within the timeout, requests that are about to end can end, such as the health check's.
-        self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
+        self._post("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {}).wait()
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         continuations = []
         for prompt in prompts:
@@ -396,13 +405,10 @@ class SGLangControl:
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            replies = self._post_all("greedy continuation", "/generate", body)
+            replies = self._post("greedy continuation", "/generate", body).wait()
             with _parsing_answers("greedy continuation"):
                 continuations.append([_parse_continuation(reply) for reply in replies])
         return [list(by_prompt) for by_prompt in zip(*continuations, strict=True)]
-
-    def _post_all(self, action: str, path: str, body: dict) -> list[dict]:
-        return self._post(action, path, body).wait()
 
     def _post(self, action: str, path: str, body: dict) -> Pending:
         return self._as_pending(action, self._send_all("POST", path, body))
@@ -436,18 +442,6 @@ def _announced(
 def _parse_versions(replies: Sequence[dict]) -> list[int]:
     with _parsing_answers("read versions"):
         return [version_number(reply["weight_version"]) for reply in replies]
-
-
-def _parse_checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
-    with _parsing_answers("checksums"):
-        return [
-            {
-                (name if len(reply["ranks"]) == 1 else f"rank{rank}/{name}"): digest
-                for rank, report in enumerate(reply["ranks"])
-                for name, digest in report["checksums"].items()
-            }
-            for reply in replies
-        ]
 
 
 @contextmanager

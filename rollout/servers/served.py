@@ -110,8 +110,7 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
 
 def check_samples_by_seed(config: RolloutConfig, *, cuda: bool) -> None:
     """Refuse SGLang's deterministic mode on CPU: none of its attention backends runs there. Raises ValueError."""
-    named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
-    if named.get("enable-deterministic-inference", False) is not False and not cuda:
+    if config.server_flags.get("enable-deterministic-inference", False) is not False and not cuda:
         raise ValueError(
             "rollout.server_args.enable-deterministic-inference needs NVIDIA GPUs, because the attention backends of this mode run only "
             "there; remove it"
@@ -126,7 +125,7 @@ def check_windows_are_served(
 
     windows: one per layer; empty: no layer has one. Raises ValueError.
     """
-    named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
+    named = config.server_flags
     backend = named.get("attention-backend", ATTENTION_OF_FLOAT32 if config.dtype == "float32" else None)
     if cuda and any(windows) and named.get("decode-attention-backend", backend) == "triton":
         raise ValueError(

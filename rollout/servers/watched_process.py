@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,8 @@ def start_watched(
     """Start the watchdog of ``command``, with all output in ``log_file``. Raises OSError."""
     folder = _make_folder()
     try:
-        with open(log_file, "wb", opener=_private_opener) as log:
+        # Only its owner may read the log: it has the server's settings, and the run's key among them.
+        with open(log_file, "wb", opener=partial(os.open, mode=0o600)) as log:
             process = WatchedProcess(
                 # The pipe carries no data: its end of file tells the watchdog that this process is gone.
                 [sys.executable, "-I", str(WATCHDOG), *command],
@@ -78,11 +80,6 @@ def guard_session(*, timeout_s: float, note: Path) -> None:
     arguments = [str(os.getpid()), str(timeout_s), str(note.resolve())]
     command = [sys.executable, "-I", str(SESSION_GUARD), *arguments]
     subprocess.Popen(command, cwd="/", start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
-
-
-def _private_opener(path: str, flags: int) -> int:
-    """Opens a file that only its owner may read: a server's log has its settings, and the run's key among them."""
-    return os.open(path, flags, 0o600)
 
 
 def end_watched(processes: Sequence[WatchedProcess]) -> None:
