@@ -125,7 +125,7 @@ class Completion(_WithArrays):
 class Score:
     """The reward of one response."""
 
-    value: float
+    value: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     """Whether the response counts as right in an evaluation. ``Scorer`` sets it; single rewards do not."""

@@ -135,10 +135,10 @@ def _read_fields(config: RunConfig) -> Iterator[tuple[str, Callable[[Any], objec
     """Fields of the data that rewards read: name, check, and the source (``OneReward.source``) whose records have it."""
     from rollout.rewards.arithmetic import parse_problem
     from rollout.rewards.code import check_tests
-    from rollout.rewards.math_answers import check_number
+    from rollout.rewards.math_answers import only_number
 
     of_answers: dict[str, Callable[[Any], object]] = {
-        "gsm8k": lambda answer: check_number(str(answer)),
+        "gsm8k": lambda answer: only_number(str(answer)),
         "countdown": lambda answer: parse_problem(str(answer)),
     }
     for _, part, source in rewards_in(config.reward_type):

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout.environments.tandem_worker.failures import readable, short
 from rollout.records import Score
-from rollout.user_code import further_parameters, import_function
+from rollout.user_code import call_problem, further_parameters, import_function
 
 LARGEST = float(np.finfo(np.float32).max)
 """The learner holds rewards in float32."""
@@ -18,9 +18,9 @@ RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
 """f(prompt, response, reference) -> value, or (value, parts). It may be ``async``, and may have further
 parameters, of ``FURTHER``."""
 
-FURTHER = {"row": {}, "num_tokens": 1, "finish_reason": "stop"}
-"""Further parameters by name, with values for a trial: the record of the data file, the tokens of the response with
-its end token, and ``stop`` or ``length``."""
+GIVEN, FURTHER = ("prompt", "response", "reference"), ("row", "num_tokens", "finish_reason")
+"""Parameters of a reward function. The further ones: the record of the data file, the tokens of the response with its end
+token, and ``stop`` or ``length``."""
 
 _BY_FIRST_PARAMETER = {
     "data_source": ("verl's", '{name}(row["data_source"], response, reference, row.get("extra_info"))'),
@@ -38,14 +38,8 @@ def import_reward_function(path: str) -> RewardFunction:
     texts, or has another system's parameters."""
     function = import_function("reward function", path, "module:function, e.g. my_rewards:score")
     _refuse_others(path, function)
-    try:
-        further = {name: FURTHER[name] for name in further_parameters(function, FURTHER)}
-        inspect.signature(function).bind("prompt", "response", "reference", **further)
-    except TypeError as error:
-        must = f"must take (prompt, response, reference), and may take {', '.join(FURTHER)}"
-        raise ValueError(f"reward function {path!r} {must}: {error}") from error
-    except ValueError:  # some C functions have no signature; the first call checks them
-        pass
+    if problem := call_problem(function, GIVEN, FURTHER):
+        raise ValueError(f"reward function {path!r}: {problem}")
     return function
 
 

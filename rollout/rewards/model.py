@@ -73,7 +73,7 @@ class RewardModel(ServedReward):
             prompt.text, response_text, reference=prompt.reference, messages=prompt.messages
         )
         if not item:
-            return Score(value=0.0, error="the text for the reward model is empty")
+            return Score(error="the text for the reward model is empty")
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if len(self._waiting) == self._config.batch_size:
@@ -135,7 +135,7 @@ class RewardModel(ServedReward):
             return await self._request(items)
         except Refused as error:
             if len(items) == 1:
-                return [Score(value=0.0, error=str(error))]
+                return [Score(error=str(error))]
         half = len(items) // 2
         return await self._score_items(items[:half]) + await self._score_items(items[half:])
 
@@ -181,5 +181,5 @@ def _fix_text(config: ModelReward, name: str) -> str:
 
 def _to_score(number: object) -> Score:
     if number is None:
-        return Score(value=0.0, error="the reward model gave no score")
+        return Score(error="the reward model gave no score")
     return score_of(number)

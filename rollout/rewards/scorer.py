@@ -279,7 +279,7 @@ def _inline_reward(function: Callable[[Job], Score]) -> _Reward:
         try:
             return function(job)
         except ValueError as error:  # an unusable reference
-            return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+            return Score(error=f"{type(error).__name__}: {error}")
 
     return score
 

@@ -244,7 +244,7 @@ def score_of(number: object) -> Score:
     try:
         return to_score(number)
     except (TypeError, ValueError, OverflowError) as error:
-        return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+        return Score(error=f"{type(error).__name__}: {error}")
 
 
 def _retry_after_s(header: str | None) -> float:

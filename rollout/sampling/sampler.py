@@ -21,7 +21,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from configs.schema.launch import EvaluationConfig
-from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
+from configs.schema.rollout import DynamicSampling, RolloutConfig
 from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
@@ -313,13 +313,10 @@ def _has_signal(samples: Sequence[Sample], dynamic: DynamicSampling) -> bool:
     """Whether the siblings differ in the value that dynamic sampling compares; always True without it. Samples that
     were not scored do not count."""
     scored = [sample for sample in samples if sample.reward is not None]
-    match dynamic:
-        case ResampleGroups(compare="reward"):
-            return len(different_rewards(scored)) > 1
-        case ResampleGroups():  # by "correct"
-            return len({sample.correct for sample in scored}) > 1
-        case NoDynamicSampling():
-            return True
+    if dynamic.type == "none":
+        return True
+    values = different_rewards(scored) if dynamic.compare == "reward" else {s.correct for s in scored}
+    return len(values) > 1
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Group:
