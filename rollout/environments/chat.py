@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
-from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.environments.protocol import Context, Outcome, episode_failed
 from rollout.environments.tandem_worker.failures import readable
 from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, Prompt, Status
+from rollout.records import Completion, Prompt
 
 
 class Renderer(Protocol):
@@ -105,7 +105,7 @@ class ChatEpisodes:
         try:
             self._require_parser(opened.tools)
         except ValueError as error:
-            raise EpisodeFailed(Status.FAILED, str(error)) from error
+            raise episode_failed(str(error)) from error
         with _messages_of_the_environment():
             renderer = self._conversation.renderer_of(opened.tools)
             opening = renderer.opening(opened.messages)
@@ -140,9 +140,7 @@ def _messages_of_the_environment() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:  # TypeError: tokenizers refuse half of a surrogate pair
-        raise EpisodeFailed(
-            Status.FAILED, f"the environment's messages cannot become tokens: {error}"
-        ) from error
+        raise episode_failed(f"the environment's messages cannot become tokens: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)

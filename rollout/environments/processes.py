@@ -27,7 +27,7 @@ from configs.schema.environment import (
     ProcessEnvironment,
     TokenEnvironment,
 )
-from rollout.environments.protocol import EpisodeFailed
+from rollout.environments.protocol import EpisodeFailed, episode_failed
 from rollout.guarded_process import END_TIMEOUT_S, WORKER, end_guarded, finished, start_guarded
 from rollout.records import Status
 from rollout.rewards.pipe import LARGEST_ANSWER
@@ -219,23 +219,20 @@ class EnvironmentProcess:
                 f"{stage} took longer than {name}{limit_s:g} s{where}, and its process was killed{fix}",
             ) from None
         except ValueError as error:  # of StreamReader
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"{stage}: the environment's process wrote a line of more than {LARGEST_ANSWER} bytes",
+            raise episode_failed(
+                f"{stage}: the environment's process wrote a line of more than {LARGEST_ANSWER} bytes"
             ) from error
         if line is None:
             code = await self._ended()
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}; its error output may say why",
+            raise episode_failed(
+                f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}; its error output may say why"
             )
         try:
             answer = msgspec.json.decode(line, type=_Answer)
             content = None if answer.error else msgspec.json.decode(answer.ok, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"the environment's process wrote {line[:60]!r} in {stage}, which is not an answer",
+            raise episode_failed(
+                f"the environment's process wrote {line[:60]!r} in {stage}, which is not an answer"
             ) from error
         if answer.error is not None:
             raise _failure(answer.error)
@@ -277,7 +274,7 @@ class EnvironmentProcess:
             async with asyncio.timeout(END_TIMEOUT_S):
                 return await self._process.wait()
         except TimeoutError:
-            raise EpisodeFailed(Status.FAILED, "the environment's process closed its pipe") from None
+            raise episode_failed("the environment's process closed its pipe") from None
 
 
 def plain_value(value: Any) -> Any:
@@ -322,10 +319,9 @@ def _catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _failure(error: _Error) -> EpisodeFailed:
-    if error.kind == "raised":
-        return EpisodeFailed(Status.FAILED, f"the environment raised {error.message}")
+    prefixes = {"raised": "the environment raised ", "start": ""}
+    prefix = prefixes.get(error.kind, "the environment's ")
     status = Status.REWARD_FAILED if error.kind == "reward" else Status.FAILED
-    prefix = "" if error.kind == "start" else "the environment's "
     return EpisodeFailed(status, f"{prefix}{error.message}")
 
 
@@ -393,7 +389,7 @@ class ProcessPool:
                     )
                 self._outage.note_failure()
                 if time.monotonic() + wait_s > deadline:
-                    raise EpisodeFailed(Status.FAILED, str(error)) from error
+                    raise episode_failed(str(error)) from error
             else:
                 return process
             await asyncio.sleep(wait_s)

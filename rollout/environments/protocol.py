@@ -32,6 +32,11 @@ class EpisodeFailed(_EpisodeOver):
     """The episode is not scored. The message is complete: no line of code is added to it."""
 
 
+def episode_failed(message: str) -> EpisodeFailed:
+    """An ``EpisodeFailed`` that no limit and no reward has caused."""
+    return EpisodeFailed(Status.FAILED, message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of an episode."""

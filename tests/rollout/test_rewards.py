@@ -884,7 +884,7 @@ def trial(tmp_path, monkeypatch) -> Path:
     [
         (
             "none",
-            r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite",
+            r"reward.function: scoring an ordinary response .* not NoneType None \(tried.py:5 in none\); return a finite",
         ),
         ("nan", r"the reward is nan, which is not finite \(tried.py:8 in nan\); return a finite number"),
         ("awaited", r"not str '1' \(tried.py:11 in awaited\)"),
