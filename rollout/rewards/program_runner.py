@@ -122,12 +122,27 @@ def run_test(job, test, folder):
         source = f"{source}\n\n{test['code']}\n\n__import__('os').write(1, {proof.encode()!r})\n"
     with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
         file.write(source)
+    outcome, printed, *ending = run_program(
+        job, folder, test.get("input", ""), SPARE_OUTPUT + 2 * len(expected)
+    )
+    if outcome is not None:
+        return outcome, None
+    error = why_not_started(job, *ending)
+    if error is not None:
+        return None, error
+    text = printed.decode(errors="replace")
+    is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
+    return "passed" if ending[0] == 0 and is_right else "failed", None
+
+
+def run_program(job, folder, given, most_output):
+    """Run the program in ``folder`` with the input ``given`` -> what ``watch`` returns, and the arguments of ``why_not_started``."""
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
     # The program gets neither end of this pipe, so it cannot claim that it was not started.
     status, status_writer = os.pipe()
     try:
-        write_all(stdin, test.get("input", "").encode(errors="replace"))
+        write_all(stdin, given.encode(errors="replace"))
         pid = os.fork()
         if pid == 0:
             become_program(job, folder, stdin, output_writer, errors, status_writer)
@@ -135,23 +150,15 @@ def run_test(job, test, folder):
         os.close(status_writer)
         output_writer = status_writer = -1
         try:
-            outcome, printed = watch(pid, output, job, SPARE_OUTPUT + 2 * len(expected))
+            outcome, printed = watch(pid, output, job, most_output)
         finally:
             code = end_program(pid)
         os.set_blocking(status, False)
-        told, said = read_some(status), os.pread(errors, 2**12, 0)
+        return outcome, printed, code, read_some(status), os.pread(errors, 2**12, 0)
     finally:
         for descriptor in (stdin, errors, output, output_writer, status, status_writer):
             if descriptor >= 0:
                 os.close(descriptor)
-    if outcome is None:
-        error = why_not_started(job, code, told, said)
-        if error is not None:
-            return None, error
-        text = printed.decode(errors="replace")
-        is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
-        outcome = "passed" if code == 0 and is_right else "failed"
-    return outcome, None
 
 
 def why_not_started(job, code, told, said):
