@@ -91,9 +91,8 @@ class SingleTurns:
     """Each sample is one response to the prompt. All siblings are one request; they are scored while other groups
     are still being sampled."""
 
-    def __init__(self, *, texts: Texts, stop_token_ids: Sequence[int], max_new_tokens: int, score: ScoreText):
-        self._texts, self._stop_token_ids, self._score = texts, list(stop_token_ids), score
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, *, texts: Texts, max_new_tokens: int, score: ScoreText):
+        self._texts, self._max_new_tokens, self._score = texts, max_new_tokens, score
 
     async def sample(
         self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
@@ -103,7 +102,7 @@ class SingleTurns:
                 prompt.token_ids,
                 max_new_tokens=self._max_new_tokens,
                 temperature=temperature,
-                stop_token_ids=self._stop_token_ids,
+                stop_token_ids=[*self._texts.end_token_ids],
                 seeds=seeds,
             )
         except PromptTooLongError as error:

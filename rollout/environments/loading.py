@@ -71,10 +71,7 @@ async def sample_makers(
     block = config.environment
     if block.type == "single_turn":
         yield lambda which: SingleTurns(
-            texts=texts,
-            stop_token_ids=stop_token_ids,
-            max_new_tokens=response_limit(config, which)[1],
-            score=scorer.score,
+            texts=texts, max_new_tokens=response_limit(config, which)[1], score=scorer.score
         )
         return
     limits = {which: _limits(config, block, which, max_positions) for which in BOTH}

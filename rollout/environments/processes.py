@@ -90,9 +90,9 @@ class Stepped(msgspec.Struct):
     """The answer to a message of the policy."""
 
     messages: list[Message]
-    reward: float | None
+    reward: float | None = None
     """None: no reward for this step."""
-    done: bool
+    done: bool = False
     parts: dict[str, float] = {}
     tool_calls: int = 0
     tool_errors: int = 0

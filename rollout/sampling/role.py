@@ -144,11 +144,8 @@ async def run_sample_role(
                 samples=samples_of("training"),
                 evaluation_samples=samples_of("held-out"),
                 scorer=scorer,
-                rollout=config.rollout,
-                evaluation=config.evaluation,
-                kept_problems=config.tracking.evaluation_problems,
-                seed=config.seed,
                 order=order,
+                config=config,
             )
             gc.freeze()  # the tokenizer, the prompts and the libraries stay: collections need not visit them
             timeout_s = config.launch.peer_timeout_s

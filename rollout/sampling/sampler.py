@@ -16,12 +16,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import NamedTuple
 
-from configs.schema.launch import EvaluationConfig
-from configs.schema.rollout import DynamicSampling, RolloutConfig
+from configs.schema import RunConfig
+from configs.schema.rollout import DynamicSampling
 from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
@@ -68,28 +68,23 @@ class GroupSampler:
         samples: SampleMaker,
         evaluation_samples: SampleMaker,
         scorer: AnyScorer,
-        rollout: RolloutConfig,
-        evaluation: EvaluationConfig,
-        kept_problems: int,
-        seed: int,
         order: Order,
+        config: RunConfig,
     ) -> None:
         """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training
-        prompts. scorer: the scorer of ``samples``; its retries are counted. kept_problems: see
-        ``TrackingConfig.evaluation_problems``. Raises ValueError: the task has no training prompts."""
+        prompts. scorer: the scorer of ``samples``; its retries are counted. Raises ValueError: the task has no
+        training prompts."""
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
         self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
         self._evaluation_client, self._evaluation_samples = evaluation_client, evaluation_samples
-        self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
-        self._kept_problems = kept_problems
-        self._dynamic = rollout.dynamic_sampling
+        self._rollout, self._evaluation, self._seed = config.rollout, config.evaluation, config.seed
+        self._kept_problems = config.tracking.evaluation_problems
+        self._dynamic = config.rollout.dynamic_sampling
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
         self._counted = (client.stats, scorer.retries)
-        self._order_of = order
-        self._order: Sequence[int] = ()
-        self._order_epoch = -1
+        self._order_of = lru_cache(maxsize=1)(order)
 
     @property
     def state(self) -> SamplerState:
@@ -287,9 +282,7 @@ class GroupSampler:
 
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
-        if epoch != self._order_epoch:
-            self._order, self._order_epoch = self._order_of(epoch), epoch
-        return self._task.train[self._order[index]]
+        return self._task.train[self._order_of(epoch)[index]]
 
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.connections import own_answer
-from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
     NO_WEIGHT_VERSION,
@@ -40,12 +39,6 @@ RESTARTED_HEALTH_TIMEOUT_S = 5.0
 
 class ServerDied(RuntimeError):
     """A server process ended while the run needed it."""
-
-    def __init__(self, replica: int, pid: int, exit_code: int, log_file: Path, key: RunKey | None) -> None:
-        last_lines = log_tail(log_file, key=key)
-        super().__init__(
-            f"SGLang replica {replica} (pid {pid}) {how_it_ended(exit_code)}; last lines of {log_file}:\n{last_lines}"
-        )
 
 
 @dataclass(slots=True)
@@ -117,8 +110,6 @@ class ServerFleet:
     def start(self) -> None:
         """Start every share and return at once. Raises ValueError: too few GPUs, a taken port, a long TMPDIR,
         or a missing model folder; nothing was started."""
-        if self._replicas:
-            raise RuntimeError("the servers were started already")
         model = self._spec.config.model.path.resolve()
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json; give the folder of a Hugging Face model")
@@ -175,11 +166,9 @@ class ServerFleet:
                         f"SGLang replica {replica.number} is ready at {self._replica_url(replica)} after {took_s:.0f} s"
                     )
             if waiting and left_s <= 0:
-                log_file = waiting[0].log_file
-                last_lines = log_tail(log_file, key=self._spec.key)
                 raise TimeoutError(
                     f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
-                    f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{last_lines}"
+                    f"rollout.server_start_timeout_s if they only need longer; {self._log_end(waiting[0])}"
                 )
             if waiting:
                 time.sleep(HEALTH_POLL_S)
@@ -192,8 +181,11 @@ class ServerFleet:
                 raise self._death_of(replica)
 
     def _death_of(self, replica: _Replica) -> ServerDied:
-        pid, code = replica.pid or replica.process.pid, replica.process.returncode
-        return ServerDied(replica.number, pid, code, replica.log_file, self._spec.key)
+        pid, ended = replica.pid or replica.process.pid, how_it_ended(replica.process.returncode)
+        return ServerDied(f"SGLang replica {replica.number} (pid {pid}) {ended}; {self._log_end(replica)}")
+
+    def _log_end(self, replica: _Replica) -> str:
+        return f"last lines of {replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"
 
     def lives(self) -> dict[str, int]:
         """The address of each replica that answers and is not being restarted, with the number of its life."""
@@ -259,8 +251,8 @@ class ServerFleet:
                 healthy.append(replica.number)
             elif time.monotonic() - replica.starting_since > limit_s:
                 raise TimeoutError(
-                    f"SGLang replica {replica.number} was restarted, and was not ready after {limit_s:g} s. Last lines of "
-                    f"{replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"
+                    f"SGLang replica {replica.number} was restarted, and was not ready after {limit_s:g} s; "
+                    f"{self._log_end(replica)}"
                 )
         return healthy
 
