@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 from configs.schema.environment import EnvironmentLimits
 from rollout.client import GenerationClient, GenerationError, PromptTooLongError
@@ -77,14 +77,6 @@ class Sample:
             )
             for branch, sequence in enumerate(self.sequences)
         ]
-
-
-class SampleMaker(Protocol):
-    async def sample(
-        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
-    ) -> list[Sample]:
-        """One scored sample per seed."""
-        ...
 
 
 class SingleTurns:
@@ -198,6 +190,10 @@ class Episodes:
                 return await self._environment.run(prompt, context)
             finally:
                 await context.end()
+
+
+SampleMaker = SingleTurns | Episodes
+"""Its ``sample`` gives one scored sample per seed."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -325,7 +325,7 @@ def _failure(error: _Error) -> EpisodeFailed:
     return EpisodeFailed(status, f"{prefix}{error.message}")
 
 
-class ProcessPool:
+class ProcessPool(AbstractAsyncContextManager["ProcessPool"]):
     """Processes of one environment, started on demand, at most ``max_processes``. Inside ``async with``."""
 
     def __init__(self, config: ChatEnvironment, keys: Collection[str] = ()) -> None:
@@ -337,9 +337,6 @@ class ProcessPool:
         self._idle: list[EnvironmentProcess] = []
         self._all: set[EnvironmentProcess] = set()
         self._has_started, self._has_told, self._outage = False, False, Outage()
-
-    async def __aenter__(self) -> "ProcessPool":
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """End all processes, with everything that they started, even if their episodes are under way."""

@@ -12,9 +12,10 @@ import hmac
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -23,7 +24,6 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from configs.schema import RunConfig
-from configs.schema.rollout import RolloutConfig
 from configs.schema.task import FileTask
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
@@ -133,7 +133,7 @@ async def run_sample_role(
             log_dir=log_dir,
             key=key,
             experts=policy.experts if config.learner.routing == "rollout" else None,
-            truncation=_truncation_of(config.rollout, policy.vocab_size),
+            truncation=Truncation.of(config.rollout, policy.vocab_size),
         ) as client:
             sampler = GroupSampler(
                 client=client,
@@ -150,13 +150,6 @@ async def run_sample_role(
             gc.freeze()  # the tokenizer, the prompts and the libraries stay: collections need not visit them
             timeout_s = config.launch.peer_timeout_s
             await serve(sampler, announce=announce, host=host, peer_timeout_s=timeout_s, key=key, doing=doing)
-
-
-def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None:
-    """The limits on the distribution of training samples. None: they come from the full distribution."""
-    if not rollout.is_truncated:
-        return None
-    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)
 
 
 def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTokenizerBase", Task]:
@@ -270,23 +263,17 @@ def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[N
         yield
         return
     learner, _ = key.curve_pair("learner")
+
+    def is_learner(domain: str, public_key: bytes) -> bool:
+        return hmac.compare_digest(public_key, learner)
+
     authenticator = AsyncioAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(credentials_provider=_SinglePublicKey(learner))
+    authenticator.configure_curve_callback(credentials_provider=SimpleNamespace(callback=is_learner))
     try:
         yield
     finally:
         authenticator.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class _SinglePublicKey:
-    """pyzmq's check of a client's public key, in Z85."""
-
-    public: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self.public)
 
 
 async def _answer(channel: zmq.asyncio.Socket, sampler: GroupSampler, request: Request) -> None:

@@ -32,7 +32,7 @@ The caller's end of the transfer and the content of the weights are not this fil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ class Pending:
         return [future.result() for future in self._futures]
 
 
-class SGLangControl:
+class SGLangControl(AbstractContextManager["SGLangControl"]):
     """Control of all replicas at once, for one thread. A call raises ControlError after ``timeout_s``.
 
     needs_experts: whether ``require_plugin`` refuses servers that capture no routed experts.
@@ -148,9 +148,6 @@ class SGLangControl:
             key=key,
             needs_experts=needs_experts,
         )
-
-    def __enter__(self) -> "SGLangControl":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -9,9 +9,11 @@ returns both for any request with a finite top_k.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Self
 
 import numpy as np
 
+from configs.schema.rollout import RolloutConfig
 from rollout.client import GenerationError
 from rollout.records import COUNTS, LOGPROBS, TOKEN_IDS
 
@@ -26,6 +28,12 @@ class Truncation:
     top_k: int
     min_p: float
     vocab_size: int
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, vocab_size: int) -> Self | None:
+        """The limits of training samples. None: they come from the full distribution."""
+        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
+        return cls(**limits, vocab_size=vocab_size) if rollout.is_truncated else None
 
     @property
     def sampling_params(self) -> dict[str, float | int]:
