@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -204,7 +205,7 @@ class EnvironmentProcess:
         """limit: the config's field with the deadline. None: ``END_TIMEOUT_S``."""
         limit_s = getattr(self._config, limit) if limit else END_TIMEOUT_S
         # With escapes: the policy can write half of a surrogate pair, which UTF-8 cannot carry.
-        asked = json.dumps(request, default=_json_value).encode()
+        asked = json.dumps(request, default=partial(msgspec.to_builtins, enc_hook=plain_value)).encode()
         was_clean, self._is_clean = self._is_clean, False
         try:
             async with asyncio.timeout(limit_s):
@@ -280,10 +281,6 @@ class EnvironmentProcess:
 def plain_value(value: Any) -> Any:
     """A value that JSON does not have, as one that it has: numpy's numbers and arrays as numbers and lists, others as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _json_value(value: Any) -> Any:
-    return msgspec.to_builtins(value, enc_hook=plain_value)
 
 
 def users_variables(config: ProcessEnvironment | TokenEnvironment, keys: Collection[str]) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Judge(ServedReward):
         self._config: JudgeReward = config
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """Raises RewardModelError: the servers do not answer, or an answer has the wrong form."""
         return await self._requests.start(self._score(prompt, response_text))
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:

@@ -69,6 +69,7 @@ class RewardModel(ServedReward):
         return score
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """Raises RewardModelError: the servers do not answer, or an answer has the wrong form."""
         item = self._make_item(
             prompt.text, response_text, reference=prompt.reference, messages=prompt.messages
         )

@@ -76,23 +76,13 @@ def main():
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     try:
-        job = json.loads(read_line())
-        answer = run_tests(job)
-        os.write(1, json.dumps(answer).encode() + b"\n")
+        line = sys.stdin.buffer.readline()
+        if line.endswith(b"\n"):  # otherwise our parent is gone
+            os.write(1, json.dumps(run_tests(json.loads(line))).encode() + b"\n")
     except (OwnerGone, BrokenPipeError):
         pass
     finally:
         end_descendants()
-
-
-def read_line():
-    content = bytearray()
-    while not content.endswith(b"\n"):
-        part = os.read(OWNER, 2**16)
-        if not part:
-            raise OwnerGone
-        content += part
-    return bytes(content)
 
 
 def run_tests(job):

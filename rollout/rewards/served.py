@@ -26,7 +26,7 @@ from configs.schema.reward import JudgeReward, ModelReward
 from rollout.client import AttemptFailed
 from rollout.gathering import TasksToEnd
 from rollout.http_replicas import Replica, open_session, request_with_retries
-from rollout.records import Prompt, Score
+from rollout.records import Score
 from rollout.rewards.function import to_score
 from rollout.rewards.pipe import LARGEST_ANSWER
 
@@ -115,11 +115,6 @@ class ServedReward:
         self._session: aiohttp.ClientSession | None = None
         self.retries = 0
         """Attempts that failed and were repeated."""
-
-    async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The score of one response. Raises RewardModelError: the servers do not answer, or an answer has the wrong
-        form."""
-        raise NotImplementedError
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
         """The score of the trial sample, ``PROBE``, by one of these."""

@@ -221,7 +221,11 @@ async def serve(
     context = zmq.asyncio.Context()
     try:
         with only_learner(context, key), context.socket(zmq.REP) as channel:
-            _set_options(channel, key, peer_timeout_s)
+            if key is not None:
+                channel.curve_server = True
+                channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
+            for option, value in (heartbeats(peer_timeout_s) | {zmq.LINGER: LAST_REPLY_LINGER_MS}).items():
+                channel.setsockopt(option, value)
             port = channel.bind_to_random_port(f"tcp://{host}")
             announce(f"tcp://{host}:{port}")
             while True:
@@ -245,15 +249,6 @@ async def serve(
     finally:
         await sampler.close()
         context.term()
-
-
-def _set_options(channel: zmq.asyncio.Socket, key: RunKey | None, peer_timeout_s: float) -> None:
-    if key is not None:
-        channel.curve_server = True
-        channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
-    channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
-    for option, value in heartbeats(peer_timeout_s).items():
-        channel.setsockopt(option, value)
 
 
 @contextmanager

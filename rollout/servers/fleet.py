@@ -82,15 +82,9 @@ class ServerFleet:
         shares: Sequence[ServerShare] | None = None,
         meeting_points: Mapping[int, str] | None = None,
     ) -> None:
-        """
-        Args:
-            shares: the shares of this node. None: every replica, from the first GPU on.
-            meeting_points: for each replica on several nodes, HOST:PORT on its first node, where its ranks meet.
-
-        Raises:
-            ValueError: ``server_args`` holds a flag of another field, or the config needs kernels that CPU
-            lacks.
-        """
+        """shares: those of this node; None: every replica, from the first GPU on. meeting_points: for each
+        replica on several nodes, HOST:PORT on its first node, where its ranks meet. Raises ValueError:
+        ``server_args`` holds a flag of another field, or the config needs kernels that CPU lacks."""
         rollout = spec.config.rollout
         check_server_args(rollout)
         check_has_kernels(rollout, cuda=spec.cuda)
