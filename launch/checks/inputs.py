@@ -152,7 +152,7 @@ def _check_rewards_of_sources(
     reward: RewardByField, field: str, path: Path, notes: list[str]
 ) -> Iterator[Finding]:
     """Each record of a file has a source with a reward. A reward for no record to train on is a note."""
-    from rollout.rewards.by_field import known_source
+    from rollout.rewards.scorer import known_source
     from rollout.tasks.files import check_field
 
     seen = set[str]()

@@ -29,7 +29,7 @@ from rollout.environments.protocol import Environment
 from rollout.environments.rendering import ChatRenderer, encode_within
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
-from rollout.rewards.by_field import AnyScorer
+from rollout.rewards.scorer import Scorer
 from rollout.sampling.prompt_room import PromptsOf, response_limit, sequence_limits
 from rollout.user_code import import_function
 
@@ -50,7 +50,7 @@ _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 async def sample_makers(
     config: RunConfig,
     *,
-    scorer: AnyScorer,
+    scorer: Scorer,
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
     max_positions: int,

@@ -29,8 +29,7 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.environments.loading import sample_makers
 from rollout.records import Prompt
-from rollout.rewards.by_field import scorer_of
-from rollout.rewards.scorer import may_read_rows
+from rollout.rewards.scorer import Scorer, may_read_rows
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import RunKey
@@ -116,7 +115,7 @@ async def run_sample_role(
     rows = partial(rows_of, task.train)
     order = prompt_order(config.sampler, len(task.train), seed=config.seed, rows=rows)
     async with (
-        scorer_of(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer,
+        Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer,
         sample_makers(
             config,
             scorer=scorer,

@@ -26,7 +26,7 @@ from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt, different_rewards, seed_of
-from rollout.rewards.by_field import AnyScorer
+from rollout.rewards.scorer import Scorer
 from rollout.sampling.messages import (
     BeforeSelection,
     EvaluationResult,
@@ -67,7 +67,7 @@ class GroupSampler:
         task: Task,
         samples: SampleMaker,
         evaluation_samples: SampleMaker,
-        scorer: AnyScorer,
+        scorer: Scorer,
         order: Order,
         config: RunConfig,
     ) -> None:

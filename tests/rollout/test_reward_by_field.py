@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from configs.schema import RunConfig
 from configs.schema.reward import RewardByField
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards.by_field import ScorerByField, scorer_of
 from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.tasks import first_problem
 
@@ -34,7 +33,7 @@ def prompt(source: object) -> Prompt:
 
 def scored(*samples: tuple[object, str, int]) -> list[Score]:
     async def collect() -> list[Score]:
-        async with ScorerByField(CONFIG, max_new_tokens=8) as scorer:
+        async with Scorer(CONFIG, max_new_tokens=8) as scorer:
             return [
                 await scorer.score(prompt(source), text, num_tokens=n, finish_reason=FinishReason.STOP)
                 for source, text, n in samples
@@ -80,16 +79,12 @@ def test_a_record_without_a_source_is_named():
     nowhere = Prompt(prompt_id="p", token_ids=[1], text="?", reference="1", row={})
     with pytest.raises(ValueError, match=r"no field `extra\.source`"):
         asyncio.run(
-            ScorerByField(CONFIG, max_new_tokens=8).score(
-                nowhere, "", num_tokens=1, finish_reason=FinishReason.STOP
-            )
+            Scorer(CONFIG, max_new_tokens=8).score(nowhere, "", num_tokens=1, finish_reason=FinishReason.STOP)
         )
 
 
-def test_one_entrance_for_all_rewards():
-    assert isinstance(scorer_of(CONFIG, max_new_tokens=8), ScorerByField) and may_read_rows(CONFIG)
-    assert isinstance(scorer_of(CONFIG.rewards["7"], max_new_tokens=8), Scorer)
-    assert not may_read_rows(CONFIG.rewards["7"])
+def test_the_field_is_read_from_the_rows():
+    assert may_read_rows(CONFIG) and not may_read_rows(CONFIG.rewards["7"])
 
 
 def test_a_function_is_tried_on_the_first_problem_of_its_source(tmp_path, monkeypatch):
