@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from rollout.records import Completion
@@ -20,6 +20,15 @@ class PromptTooLongError(GenerationError):
     """The server has no room for this prompt and an answer. The servers are healthy and answer other prompts."""
 
 
+class AttemptFailed(Exception):
+    """One attempt at a request failed, and another may succeed."""
+
+    def __init__(self, message: str = "", *, wait_s: float = 0.0) -> None:
+        """wait_s: the wait before the next request that the server asked for."""
+        super().__init__(message)
+        self.wait_s = wait_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
     """Counts since the client was made; they never fall."""
@@ -34,9 +43,7 @@ class ClientStats:
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
         return ClientStats(
-            requests=self.requests - earlier.requests,
-            retries=self.retries - earlier.retries,
-            idle_s=self.idle_s - earlier.idle_s,
+            **{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)}
         )
 
 

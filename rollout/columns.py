@@ -13,6 +13,7 @@ The content is written once, straight into the message, and the arrays at the ot
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -67,12 +68,8 @@ class Taken(NamedTuple):
 
     @classmethod
     def apart(cls, trajectories: Sequence[Trajectory]) -> Self:
-        heads = [
-            Head(
-                t.group_id, t.sibling_id, t.prompt_id, t.turns, t.reward, t.reward_parts, t.status, t.branch,
-            )
-            for t in trajectories
-        ]  # fmt: skip
+        head_of = attrgetter(*Head.__struct_fields__)
+        heads = [Head(*head_of(trajectory)) for trajectory in trajectories]
         runs, parts = [], []
         for name in FIELDS:
             runs.append([])

@@ -1,17 +1,17 @@
 """Several pieces of work at once."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def all_or_first_error(work: Iterable[Awaitable[T]]) -> list[T]:
+async def all_or_first_error(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all, in order. The first error cancels the others and is raised, without an ExceptionGroup."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(_awaited(one)) for one in work]
+            started = [tasks.create_task(one) for one in work]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in started]
@@ -35,7 +35,3 @@ class TasksToEnd:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _awaited(one: Awaitable[T]) -> T:
-    return await one

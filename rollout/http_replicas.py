@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import aiohttp
 
-from rollout.client import Session
+from rollout.client import AttemptFailed, Session
 from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, require_own, watched_socket
 
 T = TypeVar("T")
@@ -20,15 +20,6 @@ LOST_FOR_S = 30.0
 """After this time a lost replica gets requests like any other: it may have been restarted."""
 MOST_DOUBLINGS = 32
 """Limit on the doublings of the first wait. A cut network may fail a request a thousand times, and no float holds 2**1024."""
-
-
-class AttemptFailed(Exception):
-    """One attempt failed, and another may succeed."""
-
-    def __init__(self, message: str = "", *, wait_s: float = 0.0) -> None:
-        """wait_s: the wait before the next request that the server asked for."""
-        super().__init__(message)
-        self.wait_s = wait_s
 
 
 class ReplicaLost(AttemptFailed):

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class Completion(_WithArrays):
 class Score:
     """The reward of one response."""
 
-    value: float
+    value: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     """Whether the response counts as right in an evaluation. ``Scorer`` sets it; single rewards do not."""
@@ -237,14 +237,9 @@ class Trajectory(_WithArrays):
         return self.turns[-1].finish_reason if self.turns else FinishReason.STOP
 
 
-class Rewarded(Protocol):
-    @property
-    def reward(self) -> float | None: ...
-
-
-def different_rewards(siblings: Iterable[Rewarded]) -> set[float]:
+def different_rewards(siblings: Iterable[Any]) -> set[float]:
     """The rewards of the scored siblings, in the learner's float32. Sums of the same parts may differ in bits beyond float32,
-    which the learner's advantages do not see."""
+    which the learner's advantages do not see. ``siblings``: samples or trajectories."""
     return {float(np.float32(s.reward)) for s in siblings if s.reward is not None}
 
 

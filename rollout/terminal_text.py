@@ -12,8 +12,6 @@ LEFT_AS_THEY_ARE = "\n\t\u200c\u200d"
 
 def visible(text: str) -> str:
     """The text with its control characters made visible, except tab and new line."""
-    if all(character.isprintable() or character in LEFT_AS_THEY_ARE for character in text):
-        return text
     return "".join(map(_visible_character, text))
 
 

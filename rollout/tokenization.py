@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from configs.reading.named_files import TOKENIZERS
 from rollout.records import DataPrompt, Message, Messages, WithTools, messages_of
 from rollout.sglang_plugin.tandem_transformers import spare_work
-from rollout.tokenizer_files import template_name
+from rollout.tokenizer_files import read_object, template_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Tokenizer = TokenizerFiles | PreTrainedTokenizerBase
 
+Arguments = Mapping[str, Any]
+"""Of a chat template."""
 _SHOWN = 30
 """Characters on either side of a difference that an error shows."""
 
@@ -137,9 +139,8 @@ def encode_response(
         renders = apply_chat_template and _puts_blank(tokenizer)
         before = _render_prompt(tokenizer, prompt, chat_template_kwargs) if renders else str(prompt)
         return [*_encode_behind(tokenizer, before, response), ends[0]]
-    before, written = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
-    turn = _until_end(tokenizer, written, ends)
-    token_ids = _encode_behind(tokenizer, before, written if turn is None else turn)
+    before, turn, _ = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
+    token_ids = _encode_behind(tokenizer, before, turn)
     last = max((place for place, token_id in enumerate(token_ids) if token_id in ends), default=None)
     return [*token_ids, ends[0]] if last is None else token_ids[: last + 1]
 
@@ -226,12 +227,11 @@ def _find_turn(
     prompt: DataPrompt,
     response: Message,
     ends: Sequence[int],
-    arguments: Mapping[str, Any],
+    arguments: Arguments,
 ) -> tuple[int, int]:
     """Start and end in ``text``, a whole conversation, of a response within it. Raises ValueError, see ``find_turns``."""
-    before, written = _write_response(tokenizer, prompt, response, ends, arguments)
-    turn = _until_end(tokenizer, written, ends)
-    sampled = before + (written if turn is None else turn)
+    before, turn, is_closed = _write_response(tokenizer, prompt, response, ends, arguments)
+    sampled = before + turn
     if not text.startswith(sampled):
         pairs = zip(sampled, text, strict=False)
         first = next((place for place, (was, now) in enumerate(pairs) if was != now), len(text))
@@ -241,18 +241,10 @@ def _find_turn(
             f"{text[shown]!r} if others follow, so its tokens are not those that the model samples; use a template that keeps "
             "earlier turns"
         )
-    if turn is None:
+    if not is_closed:
         followers = (end for end in _texts_of(tokenizer, ends) if text.startswith(end, len(sampled)))
         sampled += next(followers, "")
     return len(before), len(sampled)
-
-
-def _until_end(tokenizer: "Tokenizer", written: str, ends: Sequence[int]) -> str | None:
-    """A response up to and including the token that closes it; None: the template writes none. Some templates write another
-    token after it, which closes the whole conversation (Phi-3)."""
-    either = "|".join(map(re.escape, _texts_of(tokenizer, ends))) or "(?!)"
-    closed = re.search(rf"({either})(?:{either}|\s)*+\Z", written)  # *+: an end may be a blank
-    return written[: closed.end(1)] if closed else None
 
 
 def _texts_of(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[str]:
@@ -264,14 +256,10 @@ def _with_messages(prompt: DataPrompt, messages: Messages) -> DataPrompt:
 
 
 def _write_response(
-    tokenizer: "Tokenizer",
-    prompt: DataPrompt,
-    response: Message,
-    ends: Sequence[int],
-    arguments: Mapping[str, Any],
-) -> tuple[str, str]:
-    """The chat template's text of a prompt with the header of the assistant's turn, and its text of the response after it.
-    Raises ValueError, see ``encode_response``."""
+    tokenizer: "Tokenizer", prompt: DataPrompt, response: Message, ends: Sequence[int], arguments: Arguments
+) -> tuple[str, str, bool]:
+    """The chat template's text of a prompt with the header of the assistant's turn, its text of the response after it, and
+    whether the token that closes the response ends this text. Raises ValueError, see ``encode_response``."""
     before = _render_prompt(tokenizer, prompt, arguments)
     whole = _with_messages(prompt, (*messages_of(prompt), response))
     text = _render_prompt(tokenizer, whole, arguments, header=False)
@@ -281,22 +269,24 @@ def _write_response(
             "that no tokens are the response's; give the response as a text"
         )
     written = text[len(before) :]
-    calls = [
-        call.get("function", call) for call in response.get("tool_calls") or () if isinstance(call, dict)
-    ]
-    names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
+    calls = [call for call in response.get("tool_calls") or () if isinstance(call, dict)]
+    calls = [call for call in (call.get("function", call) for call in calls) if isinstance(call, dict)]
+    names = [str(call.get("name", "")) for call in calls]
     token_ids = list(tokenizer.encode(written, add_special_tokens=False))
     if not token_ids or token_ids[0] in ends or any(name not in written for name in names):
         raise ValueError(
             f"{template_name(tokenizer)} leaves out the response, or its tool calls; give the "
             "response as a text"
         )
-    if any(_is_quoted(call, written) for call in calls if isinstance(call, dict)):
+    if any(_is_quoted(call, written) for call in calls):
         raise ValueError(
             f"{template_name(tokenizer)} puts the arguments of a tool call, which are a text, into quotes, "
             "so no parser of tool calls can read them; write the arguments as an object"
         )
-    return before, written
+    # Some templates write another token after it, which closes the whole conversation (Phi-3).
+    either = "|".join(map(re.escape, _texts_of(tokenizer, ends))) or "(?!)"
+    closed = re.search(rf"({either})(?:{either}|\s)*+\Z", written)  # *+: an end may be a blank
+    return before, written[: closed.end(1)] if closed else written, closed is not None
 
 
 def _is_quoted(call: Mapping[str, Any], written: str) -> bool:
@@ -374,13 +364,7 @@ def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
 
 
 def _read_eos_ids(path: Path) -> list[int]:
-    if not path.is_file():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; values nested too deep
-        raise ValueError(f"{path} is not valid JSON: {error}; restore the file of the model") from error
-    ids = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = read_object(path).get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if any(type(i) is not int for i in ids):
         raise ValueError(f"{path}: eos_token_id is {ids!r}; it must be an integer or a list of integers")

@@ -39,7 +39,7 @@ class TokenizerFiles:
             raise ValueError(
                 f"{path} is no readable tokenizer: {_failure_text(path, error)}; download or copy it again"
             ) from error
-        self._options = _read_object(folder / "special_tokens_map.json") | _read_object(
+        self._options = read_object(folder / "special_tokens_map.json") | read_object(
             folder / "tokenizer_config.json"
         )
         self.chat_template = _chat_template(folder, self._options)
@@ -107,14 +107,11 @@ class TokenizerFiles:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tokenize: Literal[False],
+        tokenize: Literal[False] = False,
         return_dict: Literal[False] = False,
         **arguments: Any,
     ) -> str:
         """The text of the conversation. Raises ValueError for a template that cannot be rendered."""
-        return self.render(messages, arguments)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] = {}) -> str:
         import jinja2
 
         given = {
@@ -123,8 +120,8 @@ class TokenizerFiles:
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
+            **arguments,
         }
-        given |= arguments
         try:
             return _compiled(self._template_for(given["tools"])).render(given)
         except jinja2.TemplateSyntaxError as error:
@@ -149,7 +146,7 @@ class TokenizerFiles:
         if system_prompt is not None:
             parts["task.system_prompt"] = system_prompt.strip()
             messages.insert(0, {"role": "system", "content": system_prompt})
-        rendered = self.render(messages, arguments)
+        rendered = self.apply_chat_template(messages, **arguments)
         for name, text in parts.items():
             if text not in rendered:
                 raise ValueError(f"{template_name(self)} leaves out {name}")
@@ -225,7 +222,7 @@ def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | dict[str, 
     files |= {"default": folder / "chat_template.jinja"}
     by_name = {name: _read_template(file) for name, file in files.items() if file.is_file()}
     template = by_name or options.get("chat_template")
-    template = template or _read_object(folder / "chat_template.json").get("chat_template")
+    template = template or read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
     if isinstance(template, dict):
@@ -241,7 +238,8 @@ def _read_template(file: Path) -> str:
         raise ValueError(f"{file} cannot be read: {error}; download or copy it again") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of the model, {} if it is missing. Raises ValueError: it holds no object."""
     if not path.is_file():
         return {}
     try:

@@ -8,15 +8,12 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rollout.environments.tandem_worker.failures import Failure
 from rollout.environments.tandem_worker.imports import imported
-
-if TYPE_CHECKING:  # the processes of rewards import this file, and need no config
-    from configs.schema.own_function import OwnFunction
 
 TELL_EVERY_S = 5.0
 """Time between two messages that a trial is still running."""
@@ -58,18 +55,22 @@ def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:
 
 
 def call_problem(
-    own: "OwnFunction", function: Callable, given: Sequence[str], further: Sequence[str]
+    function: Callable,
+    given: Sequence[str],
+    further: Sequence[str],
+    settings: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """Why the function cannot be called with the arguments ``given``, its settings, and those of ``further`` that are
-    parameters of it. None: it can be."""
-    if taken := sorted(own.settings.keys() & {*given, *further}):
+    """Why the function cannot be called with the arguments ``given``, those of ``further`` that are parameters of it, and its
+    settings (None: it can have none). None: it can be."""
+    settings, has_settings = settings or {}, settings is not None
+    if taken := sorted(settings.keys() & {*given, *further}):
         return f"settings hold {', '.join(taken)}, which Tandem itself passes; rename it"
     asked = dict.fromkeys(further_parameters(function, further))
     try:
-        inspect.signature(function).bind(*given, **asked, **own.settings)
+        inspect.signature(function).bind(*given, **asked, **settings)
     except TypeError as error:
-        must = f"must take ({', '.join(given)}) and its settings ({', '.join(own.settings) or 'none'})"
-        return f"it {must}, and may take {', '.join(further)}: {error}"
+        also = f" and its settings ({', '.join(settings) or 'none'})" if has_settings else ""
+        return f"it must take ({', '.join(given)}){also}, and may take {', '.join(further)}: {error}"
     except ValueError:  # some C functions have no signature; the first call checks them
         pass
     return None

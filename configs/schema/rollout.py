@@ -215,6 +215,11 @@ class RolloutConfig(Schema):
         return (1 + self.max_staleness) * self.prompts_per_step * self.group_size
 
     @property
+    def server_flags(self) -> dict[str, str | int | float | bool]:
+        """``server_args`` by the names of SGLang's flags, which have dashes."""
+        return {name.replace("_", "-"): value for name, value in self.server_args.items()}
+
+    @property
     def is_truncated(self) -> bool:
         """Whether training samples come from a part of the vocabulary."""
         return self.top_k != -1

@@ -182,11 +182,11 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
 
         yield from finding_of("rollout.router", check_is_installed)
     if config.reward_type.type not in ("countdown", "gsm8k"):
-        from rollout.rewards.by_field import check_rewards
+        from rollout.rewards.scorer import check_reward
 
         field = "reward.function" if config.reward_type.type == "function" else "reward"
         first_problem = partial(_problem_of_source, config)
-        yield from finding_of(field, check_rewards, config.reward_type, first_problem, _print_comment)
+        yield from finding_of(field, check_reward, config.reward_type, first_problem, _print_comment)
     if runs != EVALUATION:
         from launch.checks.own_parts import check_own_parts
 

@@ -135,10 +135,10 @@ def _read_fields(config: RunConfig) -> Iterator[tuple[str, Callable[[Any], objec
     """Fields of the data that rewards read: name, check, and the source (``OneReward.source``) whose records have it."""
     from rollout.rewards.arithmetic import parse_problem
     from rollout.rewards.code import check_tests
-    from rollout.rewards.math_answers import check_number
+    from rollout.rewards.math_answers import only_number
 
     of_answers: dict[str, Callable[[Any], object]] = {
-        "gsm8k": lambda answer: check_number(str(answer)),
+        "gsm8k": lambda answer: only_number(str(answer)),
         "countdown": lambda answer: parse_problem(str(answer)),
     }
     for _, part, source in rewards_in(config.reward_type):
@@ -152,7 +152,7 @@ def _check_rewards_of_sources(
     reward: RewardByField, field: str, path: Path, notes: list[str]
 ) -> Iterator[Finding]:
     """Each record of a file has a source with a reward. A reward for no record to train on is a note."""
-    from rollout.rewards.by_field import known_source
+    from rollout.rewards.scorer import known_source
     from rollout.tasks.files import check_field
 
     seen = set[str]()

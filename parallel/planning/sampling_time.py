@@ -82,7 +82,7 @@ def sampling_time(
 
 def keeps_prompts(config: RunConfig) -> bool:
     """Whether a server's prefix cache keeps a prompt for its siblings."""
-    flags = {name.replace("_", "-"): value for name, value in config.rollout.server_args.items()}
+    flags = config.rollout.server_flags
     return not flags.get("disable-radix-cache", False)
 
 

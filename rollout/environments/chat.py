@@ -7,30 +7,19 @@ the environment and for the parser of tool calls.
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
-from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.environments.protocol import Context, Outcome, episode_failed
+from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tandem_worker.failures import readable
 from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, Prompt, Status
-
-
-class Renderer(Protocol):
-    """See ``rendering.ChatRenderer``. Messages that are far too long raise EpisodeEnded."""
-
-    end_token_ids: tuple[int, ...]
-    writes_names: bool
-    """Whether the ``name`` of an assistant's message becomes tokens."""
-
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
-
-    def following(self, messages: Sequence[Mapping[str, Any]], *, sampled_end: bool) -> list[int]: ...
+from rollout.records import Completion, Prompt
 
 
 class PlainRenderer:
-    """The texts of the messages one after another, for a model without a chat template."""
+    """The texts of the messages one after another, for a model without a chat template. See ``ChatRenderer``."""
 
     end_token_ids: tuple[int, ...] = ()
     writes_names = False
@@ -45,6 +34,7 @@ class PlainRenderer:
         return self.opening(messages)
 
 
+Renderer = ChatRenderer | PlainRenderer
 EpisodeSource = ProcessPool | OpenEnvServers
 """What plays the environment's side."""
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
@@ -105,7 +95,7 @@ class ChatEpisodes:
         try:
             self._require_parser(opened.tools)
         except ValueError as error:
-            raise EpisodeFailed(Status.FAILED, str(error)) from error
+            raise episode_failed(str(error)) from error
         with _messages_of_the_environment():
             renderer = self._conversation.renderer_of(opened.tools)
             opening = renderer.opening(opened.messages)
@@ -140,9 +130,7 @@ def _messages_of_the_environment() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:  # TypeError: tokenizers refuse half of a surrogate pair
-        raise EpisodeFailed(
-            Status.FAILED, f"the environment's messages cannot become tokens: {error}"
-        ) from error
+        raise episode_failed(f"the environment's messages cannot become tokens: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,15 +1,15 @@
 """The contexts of one episode: each is a sequence of tokens with the engine that continues it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.byte_level import Decode, decoder_of
+from rollout.byte_level import decoder_of
 from rollout.client import GenerationClient, PromptTooLongError, Session
 from rollout.environments.clock import EpisodeClock
 from rollout.environments.protocol import EpisodeEnded
@@ -34,19 +34,17 @@ class EpisodeLimits:
     """Tokens that a turn may continue: servers accept no longer prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Text to tokens and back, where an environment needs text."""
+    """Text to tokens and back, where an environment needs text.
 
-    tokenizer: "PreTrainedTokenizerBase"
-    end_token_ids: frozenset[int]
-    """Tokens that end a response; they are no part of its text."""
-    vocab_size: int
-    """The model's: token ids are below it."""
-    _text_of: Decode = field(init=False, repr=False, compare=False)
+    end_token_ids: they end a response, and are no part of its text. vocab_size: the model's; token ids are below it.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_text_of", decoder_of(self.tokenizer))
+    def __init__(
+        self, *, tokenizer: "PreTrainedTokenizerBase", end_token_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self.tokenizer, self.end_token_ids, self.vocab_size = tokenizer, end_token_ids, vocab_size
+        self._text_of = decoder_of(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -69,7 +67,7 @@ class _Episode:
     clock: EpisodeClock = field(default_factory=EpisodeClock)
 
 
-ScoreText = Callable[..., Awaitable[Score]]
+ScoreText = Callable[..., Coroutine[Any, Any, Score]]
 """f(problem, response_text, *, num_tokens, finish_reason): the run's reward (``Scorer.score``)."""
 
 

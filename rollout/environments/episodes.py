@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 from configs.schema.environment import EnvironmentLimits
 from rollout.client import GenerationClient, GenerationError, PromptTooLongError
@@ -79,21 +79,12 @@ class Sample:
         ]
 
 
-class SampleMaker(Protocol):
-    async def sample(
-        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
-    ) -> list[Sample]:
-        """One scored sample per seed."""
-        ...
-
-
 class SingleTurns:
     """Each sample is one response to the prompt. All siblings are one request; they are scored while other groups
     are still being sampled."""
 
-    def __init__(self, *, texts: Texts, stop_token_ids: Sequence[int], max_new_tokens: int, score: ScoreText):
-        self._texts, self._stop_token_ids, self._score = texts, list(stop_token_ids), score
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, *, texts: Texts, max_new_tokens: int, score: ScoreText):
+        self._texts, self._max_new_tokens, self._score = texts, max_new_tokens, score
 
     async def sample(
         self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
@@ -103,7 +94,7 @@ class SingleTurns:
                 prompt.token_ids,
                 max_new_tokens=self._max_new_tokens,
                 temperature=temperature,
-                stop_token_ids=self._stop_token_ids,
+                stop_token_ids=[*self._texts.end_token_ids],
                 seeds=seeds,
             )
         except PromptTooLongError as error:
@@ -171,27 +162,26 @@ class Episodes:
                 outcome = checked(await self._run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
-        except EpisodeFailed as failure:
-            return Outcome(reward=None, status=failure.status, error=str(failure))
         except ENDS_THE_RUN:
             raise
-        except TimeoutError as error:
-            if not deadline.expired():
-                return _failed(error)
-            limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
-            if self._end_s:
-                limit += f" and {self._end_s:g} s more to end the episode"
-            return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is None or task.cancelling():
+        except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return self._late()
+            task = asyncio.current_task()
+            # Otherwise the environment has cancelled one of its own tasks.
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            return _failed(error)  # the environment has cancelled one of its own tasks
-        except Exception as error:  # the user's code may raise anything
             return _failed(error)
         if not any(sequence.turns for sequence in context.sequences()):
             error = "the episode ended before the policy's first turn"
             return Outcome(reward=None, status=outcome.status, error=error)
         return outcome
+
+    def _late(self) -> Outcome:
+        limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
+        if self._end_s:
+            limit += f" and {self._end_s:g} s more to end the episode"
+        return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
 
     async def _run(self, prompt: Prompt, context: EpisodeContext) -> object:
         """What the environment returns. Its unfinished requests are ended."""
@@ -200,6 +190,10 @@ class Episodes:
                 return await self._environment.run(prompt, context)
             finally:
                 await context.end()
+
+
+SampleMaker = SingleTurns | Episodes
+"""Its ``sample`` gives one scored sample per seed."""
 
 
 @contextmanager
@@ -258,4 +252,6 @@ def checked(outcome: object) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
+    if isinstance(error, EpisodeFailed):
+        return Outcome(reward=None, status=error.status, error=str(error))
     return Outcome(reward=None, status=Status.FAILED, error=f"the environment raised {describe(error)}")

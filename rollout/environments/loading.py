@@ -29,7 +29,7 @@ from rollout.environments.protocol import Environment
 from rollout.environments.rendering import ChatRenderer, encode_within
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
-from rollout.rewards.by_field import AnyScorer
+from rollout.rewards.scorer import Scorer
 from rollout.sampling.prompt_room import PromptsOf, response_limit, sequence_limits
 from rollout.user_code import import_function
 
@@ -50,7 +50,7 @@ _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 async def sample_makers(
     config: RunConfig,
     *,
-    scorer: AnyScorer,
+    scorer: Scorer,
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
     max_positions: int,
@@ -71,10 +71,7 @@ async def sample_makers(
     block = config.environment
     if block.type == "single_turn":
         yield lambda which: SingleTurns(
-            texts=texts,
-            stop_token_ids=stop_token_ids,
-            max_new_tokens=response_limit(config, which)[1],
-            score=scorer.score,
+            texts=texts, max_new_tokens=response_limit(config, which)[1], score=scorer.score
         )
         return
     limits = {which: _limits(config, block, which, max_positions) for which in BOTH}

@@ -33,7 +33,7 @@ from rollout.environments.processes import (
     check_parser_names,
     plain_value,
 )
-from rollout.environments.protocol import EpisodeFailed
+from rollout.environments.protocol import EpisodeFailed, episode_failed
 from rollout.environments.tandem_worker.failures import readable
 from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
@@ -110,9 +110,8 @@ class OpenEnvServers:
                     f"environment.urls: no server could be reached for {away_s:.0f} s; the last try: {error}; start the servers, "
                     "and resume the run"
                 ) from error
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"no connection within environment.reset_timeout_s={self._config.reset_timeout_s:g} s to {error}",
+            raise episode_failed(
+                f"no connection within environment.reset_timeout_s={self._config.reset_timeout_s:g} s to {error}"
             ) from error
         finally:
             await finished(session.close())
@@ -185,7 +184,7 @@ class OpenEnvSession:
         arguments = reset_arguments(self._config.reset, problem)
         data = await self._placed(arguments)
         if data.get("done") is True:
-            raise EpisodeFailed(Status.FAILED, "reset answered that the episode is already over")
+            raise episode_failed("reset answered that the episode is already over")
         text = self._text_of(data.get("observation"))
         if self._config.interface == "tools":
             follows = [{"role": "user", "content": text}] if text else []
@@ -284,22 +283,21 @@ class OpenEnvSession:
             await self._socket.send_str(json.dumps(request, default=plain_value))
             received = await self._socket.receive()
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise EpisodeFailed(Status.FAILED, f"the connection was lost during {kind}: {error}") from error
+            raise episode_failed(f"the connection was lost during {kind}: {error}") from error
         if received.type is not aiohttp.WSMsgType.TEXT:
             code = self._socket.close_code
             reason = f" with code {code}" if code else ""
             if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
                 reason = f": its answer has more than {LARGEST_ANSWER} bytes"
-            raise EpisodeFailed(Status.FAILED, f"the server closed the session during {kind}{reason}")
+            raise episode_failed(f"the server closed the session during {kind}{reason}")
         try:
             answer = json.loads(received.data)
             content = answer["data"]
             if answer["type"] == "error":
                 if content.get("code") == NO_ROOM:
                     raise _NoRoom
-                raise EpisodeFailed(
-                    Status.FAILED,
-                    f"the environment answered {kind} with {content.get('code')}: {content.get('message')}",
+                raise episode_failed(
+                    f"the environment answered {kind} with {content.get('code')}: {content.get('message')}"
                 )
             if answer["type"] not in ("observation", "state") or not isinstance(content, dict):
                 raise _no_answer(answer)
@@ -315,9 +313,8 @@ class OpenEnvSession:
         if (field := self._config.observation) is not None:
             if field not in observation:
                 names = ", ".join(sorted(observation))
-                raise EpisodeFailed(
-                    Status.FAILED,
-                    f"environment.observation={field}: an observation has no such field, only {names}",
+                raise episode_failed(
+                    f"environment.observation={field}: an observation has no such field, only {names}"
                 )
             shown = observation[field]
         if shown is None:
@@ -336,8 +333,7 @@ def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSO
     fields = {name: problem[name] for name in ("prompt_id", "text", "reference")} | problem["row"]
     for field in named.values():
         if field not in fields:
-            raise EpisodeFailed(
-                Status.FAILED,
+            raise episode_failed(
                 f"environment.reset names the field {field!r}, but problem {problem['prompt_id']} has only "
                 f"{', '.join(sorted(fields))}",
             )
@@ -361,8 +357,8 @@ def _stepped(data: JSON, messages: list[Message]) -> Stepped:
     if not isinstance(done, bool):
         raise _no_answer(data)
     if not messages and not done:
-        raise EpisodeFailed(
-            Status.FAILED, "an observation is empty, but done is false, so the policy has nothing to answer"
+        raise episode_failed(
+            "an observation is empty, but done is false, so the policy has nothing to answer"
         )
     return Stepped(messages=messages, reward=None if reward is None else _number(reward), done=done)
 
@@ -406,9 +402,7 @@ def _result_text(result: object) -> tuple[str, bool]:
 
 
 def _no_answer(received: object) -> EpisodeFailed:
-    return EpisodeFailed(
-        Status.FAILED, f"the server sent {str(received)[:80]!r}, which is not an answer in OpenEnv's form"
-    )
+    return episode_failed(f"the server sent {str(received)[:80]!r}, which is not an answer in OpenEnv's form")
 
 
 def _websocket_url(url: str) -> str:

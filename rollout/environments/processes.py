@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from configs.schema.environment import (
     ProcessEnvironment,
     TokenEnvironment,
 )
-from rollout.environments.protocol import EpisodeFailed
+from rollout.environments.protocol import EpisodeFailed, episode_failed
 from rollout.guarded_process import END_TIMEOUT_S, WORKER, end_guarded, finished, start_guarded
 from rollout.records import Status
 from rollout.rewards.pipe import LARGEST_ANSWER
@@ -90,9 +91,9 @@ class Stepped(msgspec.Struct):
     """The answer to a message of the policy."""
 
     messages: list[Message]
-    reward: float | None
+    reward: float | None = None
     """None: no reward for this step."""
-    done: bool
+    done: bool = False
     parts: dict[str, float] = {}
     tool_calls: int = 0
     tool_errors: int = 0
@@ -204,7 +205,7 @@ class EnvironmentProcess:
         """limit: the config's field with the deadline. None: ``END_TIMEOUT_S``."""
         limit_s = getattr(self._config, limit) if limit else END_TIMEOUT_S
         # With escapes: the policy can write half of a surrogate pair, which UTF-8 cannot carry.
-        asked = json.dumps(request, default=_json_value).encode()
+        asked = json.dumps(request, default=partial(msgspec.to_builtins, enc_hook=plain_value)).encode()
         was_clean, self._is_clean = self._is_clean, False
         try:
             async with asyncio.timeout(limit_s):
@@ -219,23 +220,20 @@ class EnvironmentProcess:
                 f"{stage} took longer than {name}{limit_s:g} s{where}, and its process was killed{fix}",
             ) from None
         except ValueError as error:  # of StreamReader
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"{stage}: the environment's process wrote a line of more than {LARGEST_ANSWER} bytes",
+            raise episode_failed(
+                f"{stage}: the environment's process wrote a line of more than {LARGEST_ANSWER} bytes"
             ) from error
         if line is None:
             code = await self._ended()
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}; its error output may say why",
+            raise episode_failed(
+                f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}; its error output may say why"
             )
         try:
             answer = msgspec.json.decode(line, type=_Answer)
             content = None if answer.error else msgspec.json.decode(answer.ok, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EpisodeFailed(
-                Status.FAILED,
-                f"the environment's process wrote {line[:60]!r} in {stage}, which is not an answer",
+            raise episode_failed(
+                f"the environment's process wrote {line[:60]!r} in {stage}, which is not an answer"
             ) from error
         if answer.error is not None:
             raise _failure(answer.error)
@@ -277,16 +275,12 @@ class EnvironmentProcess:
             async with asyncio.timeout(END_TIMEOUT_S):
                 return await self._process.wait()
         except TimeoutError:
-            raise EpisodeFailed(Status.FAILED, "the environment's process closed its pipe") from None
+            raise episode_failed("the environment's process closed its pipe") from None
 
 
 def plain_value(value: Any) -> Any:
     """A value that JSON does not have, as one that it has: numpy's numbers and arrays as numbers and lists, others as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _json_value(value: Any) -> Any:
-    return msgspec.to_builtins(value, enc_hook=plain_value)
 
 
 def users_variables(config: ProcessEnvironment | TokenEnvironment, keys: Collection[str]) -> dict[str, str]:
@@ -322,14 +316,13 @@ def _catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _failure(error: _Error) -> EpisodeFailed:
-    if error.kind == "raised":
-        return EpisodeFailed(Status.FAILED, f"the environment raised {error.message}")
+    prefixes = {"raised": "the environment raised ", "start": ""}
+    prefix = prefixes.get(error.kind, "the environment's ")
     status = Status.REWARD_FAILED if error.kind == "reward" else Status.FAILED
-    prefix = "" if error.kind == "start" else "the environment's "
     return EpisodeFailed(status, f"{prefix}{error.message}")
 
 
-class ProcessPool:
+class ProcessPool(AbstractAsyncContextManager["ProcessPool"]):
     """Processes of one environment, started on demand, at most ``max_processes``. Inside ``async with``."""
 
     def __init__(self, config: ChatEnvironment, keys: Collection[str] = ()) -> None:
@@ -341,9 +334,6 @@ class ProcessPool:
         self._idle: list[EnvironmentProcess] = []
         self._all: set[EnvironmentProcess] = set()
         self._has_started, self._has_told, self._outage = False, False, Outage()
-
-    async def __aenter__(self) -> "ProcessPool":
-        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """End all processes, with everything that they started, even if their episodes are under way."""
@@ -393,7 +383,7 @@ class ProcessPool:
                     )
                 self._outage.note_failure()
                 if time.monotonic() + wait_s > deadline:
-                    raise EpisodeFailed(Status.FAILED, str(error)) from error
+                    raise episode_failed(str(error)) from error
             else:
                 return process
             await asyncio.sleep(wait_s)

@@ -32,6 +32,11 @@ class EpisodeFailed(_EpisodeOver):
     """The episode is not scored. The message is complete: no line of code is added to it."""
 
 
+def episode_failed(message: str) -> EpisodeFailed:
+    """An ``EpisodeFailed`` that no limit and no reward has caused."""
+    return EpisodeFailed(Status.FAILED, message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of an episode."""
@@ -83,9 +88,8 @@ class Context(Protocol):
                 default.
             stop_token_ids: tokens that end this turn, in addition to the model's own end tokens and to ``rollout.stop``.
 
-        Raises:
-            EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more than
-                ``environment.max_turns``.
+        Raises EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more
+        than ``environment.max_turns``.
         """
         ...
 
@@ -116,8 +120,7 @@ class Context(Protocol):
         Args:
             at: None: all tokens so far. 0: none of them.
 
-        Raises:
-            ValueError: this sequence has fewer tokens.
+        Raises ValueError: this sequence has fewer tokens.
         """
         ...
 

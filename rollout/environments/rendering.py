@@ -113,8 +113,7 @@ class ChatRenderer:
         arguments: of the template, such as ``enable_thinking=False``.
         most_tokens: see ``encode_within``.
 
-    Raises:
-        ValueError: the template is missing or cannot be continued exactly; the message says what to do.
+    Raises ValueError: the template is missing or cannot be continued exactly; the message says what to do.
     """
 
     end_token_ids: tuple[int, ...]
@@ -179,8 +178,7 @@ class ChatRenderer:
             messages: at least one, such as a user's or those of tools.
             sampled_end: whether the last sampled token is one of ``end_token_ids``, so that no end is needed.
 
-        Raises:
-            ValueError: the template refuses these messages or leaves them out, or there are none.
+        Raises ValueError: the template refuses these messages or leaves them out, or there are none.
         """
         if not messages:
             raise ValueError("no message follows the assistant's turn; give at least one")
@@ -277,27 +275,18 @@ class ChatRenderer:
 
     def _checked_replies(self) -> dict[str, list[Message]]:
         """What may follow the assistant's turn, by role. Raises ValueError if a needed role may not."""
-        usable = {}
-        for role, reply in REPLIES.items():
+        self._check_reply("user", REPLIES["user"])
+        problems = []
+        for self._tool_calls_needed in (False, True):
             try:
-                self._check_reply(role, reply)
-            except ValueError:
-                if role == "tool" and self._accepts_tools_after_calls(reply):
-                    usable[role] = reply
-                    continue
-                if role == "user" or self._tools:
-                    raise
-            else:
-                usable[role] = reply
-        return usable
-
-    def _accepts_tools_after_calls(self, reply: Sequence[Message]) -> bool:
-        self._tool_calls_needed = True
-        try:
-            self._check_reply("tool", reply)
-        except ValueError:
-            self._tool_calls_needed = False
-        return self._tool_calls_needed
+                self._check_reply("tool", REPLIES["tool"])
+                return dict(REPLIES)
+            except ValueError as error:
+                problems.append(error)
+        self._tool_calls_needed = False
+        if self._tools:
+            raise problems[0]
+        return {"user": REPLIES["user"]}
 
     def _check_reply(self, role: str, reply: Sequence[Message]) -> None:
         try:

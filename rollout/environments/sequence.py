@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from rollout.records import (
     TOKEN_IDS,
     VERSIONS,
     Completion,
-    Status,
     Trajectory,
     Turn,
     digest,
@@ -45,7 +44,7 @@ class TokenSequence:
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [n]"""
-        return self._joined(TOKEN_IDS, lambda token_ids, sampled: token_ids)
+        return self._joined(TOKEN_IDS, lambda token_ids, _: token_ids)
 
     @property
     def turns(self) -> list[Turn]:
@@ -84,7 +83,11 @@ class TokenSequence:
             )
         )
         self._append(completion.token_ids, completion)
-        self.known_experts = self._known_behind(completion)
+        self.known_experts = None
+        # The answer has the experts of all inputs, or of those after the known ones, by the same weights.
+        if completion.experts is not None and completion.token_versions.size:
+            version = int(completion.token_versions[-1])
+            self.known_experts = KnownExperts(before=self._length - 1, version=version)
 
     def reward_turn(self, reward: float, turn: int = -1) -> None:
         """Add to the reward of a turn. Raises ValueError: there is no such turn."""
@@ -95,49 +98,22 @@ class TokenSequence:
         rewarded = self._turns[turn]
         self._turns[turn] = replace(rewarded, reward=(rewarded.reward or 0.0) + reward)
 
-    def trajectory(
-        self,
-        *,
-        group_id: int,
-        sibling_id: int,
-        prompt_id: str,
-        reward: float | None,
-        reward_parts: dict[str, float],
-        status: Status,
-        branch: int = 0,
-    ) -> Trajectory:
-        """The tokens so far, with these fields of their sample."""
+    def trajectory(self, **of_sample: Any) -> Trajectory:
+        """The tokens so far. ``of_sample``: the other fields, which are those of their sample."""
         experts, is_replayed = self._experts()
         num_kept, kept_ids = self._kept()
         return Trajectory(
-            group_id=group_id,
-            sibling_id=sibling_id,
-            prompt_id=prompt_id,
-            reward=reward,
-            reward_parts=reward_parts,
-            status=status,
-            branch=branch,
+            **of_sample,
             token_ids=self.token_ids,
-            response_mask=self._joined(MASK, lambda token_ids, sampled: sampled is not None),
-            rollout_logprobs=self._joined(
-                LOGPROBS, lambda token_ids, sampled: 0 if sampled is None else sampled.rollout_logprobs
-            ),
-            token_versions=self._joined(
-                VERSIONS, lambda token_ids, sampled: 0 if sampled is None else sampled.token_versions
-            ),
+            response_mask=self._joined(MASK, lambda _, sampled: sampled is not None),
+            rollout_logprobs=self._joined_of_turns(LOGPROBS, "rollout_logprobs"),
+            token_versions=self._joined_of_turns(VERSIONS, "token_versions"),
             turns=self.turns,
             experts=experts,
             is_replayed=is_replayed,
             num_kept=num_kept,
             kept_ids=kept_ids,
         )
-
-    def _known_behind(self, last: Completion) -> KnownExperts | None:
-        """See ``known_experts``. The answer has the experts of all inputs, or of those after the inputs that were known before,
-        by the same weights."""
-        if last.experts is None or not last.token_versions.size:
-            return None
-        return KnownExperts(before=self._length - 1, version=int(last.token_versions[-1]))
 
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """(experts of each token, whether they are known); None if no answer had any.
@@ -169,15 +145,15 @@ class TokenSequence:
         known = [sampled.kept_ids for _, sampled in self._parts if sampled and sampled.kept_ids is not None]
         if not known:
             return None, None
-        num_kept = self._joined(
-            COUNTS,
-            lambda token_ids, sampled: 0 if sampled is None or sampled.num_kept is None else sampled.num_kept,
-        )
-        return num_kept, np.concatenate(known)
+        return self._joined_of_turns(COUNTS, "num_kept"), np.concatenate(known)
 
     def _append(self, token_ids: np.ndarray, sampled: Completion | None) -> None:
         self._parts.append((token_ids, sampled))
         self._length += len(token_ids)
+
+    def _joined_of_turns(self, kind: type, field: str) -> np.ndarray:
+        """A field of the completions; 0 on tokens that were observed."""
+        return self._joined(kind, lambda _, sampled: 0 if sampled is None else getattr(sampled, field))
 
     def _joined(self, kind: type, values_of) -> np.ndarray:
         joined, end = np.empty(self._length, dtype=kind), 0

@@ -42,8 +42,7 @@ class ToolCallParser(AnsweringProcess):
         parser: such as ``qwen25`` or ``llama3``.
         reasoning_parser: such as ``qwen3``. Calls are looked for outside the thinking only. None: everywhere.
 
-    Raises:
-        ValueError: SGLang has no such parser.
+    Raises ValueError: SGLang has no such parser.
     """
 
     def __init__(self, parser: str, *, reasoning_parser: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Rewards of responses. The entry point is ``scorer_of`` (``by_field.py``). Rule-based rewards are pure
+"""Rewards of responses. The entry point is ``Scorer`` (``scorer.py``). Rule-based rewards are pure
 functions.
 
 This file imports no more, because the processes of rewards import the package too. They need neither the

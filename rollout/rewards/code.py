@@ -144,9 +144,9 @@ class ProgramTests:
         try:
             tests = parse_tests(field_of(prompt.row or {}, self._config.tests_field))
         except LookupError:
-            return Score(value=0.0, error=f"its row has no field `{self._config.tests_field}`")
+            return Score(error=f"its row has no field `{self._config.tests_field}`")
         except ValueError as error:
-            return Score(value=0.0, error=f"field `{self._config.tests_field}` {error}")
+            return Score(error=f"field `{self._config.tests_field}` {error}")
         return await self._programs.start(self._score(program, tests))
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class ProgramTests:
             try:
                 outcomes = await run_program(self._config, self._sandbox, program, tests)
             except _NotStarted as error:
-                return Score(value=0.0, error=str(error))
+                return Score(error=str(error))
         share = outcomes.count("passed") / len(tests)
         value = share if self._config.score == "fraction" else float(share == 1.0)
         return Score(

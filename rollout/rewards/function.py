@@ -7,9 +7,9 @@ from numbers import Real
 
 import numpy as np
 
-from rollout.environments.tandem_worker.failures import readable
+from rollout.environments.tandem_worker.failures import readable, short
 from rollout.records import Score
-from rollout.user_code import further_parameters, import_function
+from rollout.user_code import call_problem, further_parameters, import_function
 
 LARGEST = float(np.finfo(np.float32).max)
 """The learner holds rewards in float32."""
@@ -18,9 +18,9 @@ RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
 """f(prompt, response, reference) -> value, or (value, parts). It may be ``async``, and may have further
 parameters, of ``FURTHER``."""
 
-FURTHER = {"row": {}, "num_tokens": 1, "finish_reason": "stop"}
-"""Further parameters by name, with values for a trial: the record of the data file, the tokens of the response with
-its end token, and ``stop`` or ``length``."""
+GIVEN, FURTHER = ("prompt", "response", "reference"), ("row", "num_tokens", "finish_reason")
+"""Parameters of a reward function. The further ones: the record of the data file, the tokens of the response with its end
+token, and ``stop`` or ``length``."""
 
 _BY_FIRST_PARAMETER = {
     "data_source": ("verl's", '{name}(row["data_source"], response, reference, row.get("extra_info"))'),
@@ -38,14 +38,8 @@ def import_reward_function(path: str) -> RewardFunction:
     texts, or has another system's parameters."""
     function = import_function("reward function", path, "module:function, e.g. my_rewards:score")
     _refuse_others(path, function)
-    try:
-        further = {name: FURTHER[name] for name in further_parameters(function, FURTHER)}
-        inspect.signature(function).bind("prompt", "response", "reference", **further)
-    except TypeError as error:
-        must = f"must take (prompt, response, reference), and may take {', '.join(FURTHER)}"
-        raise ValueError(f"reward function {path!r} {must}: {error}") from error
-    except ValueError:  # some C functions have no signature; the first call checks them
-        pass
+    if problem := call_problem(function, GIVEN, FURTHER):
+        raise ValueError(f"reward function {path!r}: {problem}")
     return function
 
 
@@ -72,9 +66,7 @@ def to_score(returned: object) -> Score:
     """
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
-        raise TypeError(
-            f"the parts of a reward must be a dict from names to numbers, not {_short_text(parts)}"
-        )
+        raise TypeError(f"the parts of a reward must be a dict from names to numbers, not {short(parts)}")
     reward = _finite_number(value, "the reward")
     if abs(reward) > LARGEST:
         raise ValueError(f"the reward is {reward:g}, and float32 ends at {LARGEST:g}")
@@ -86,12 +78,7 @@ def to_score(returned: object) -> Score:
 
 def _finite_number(value: object, name: str) -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, not {_short_text(value)}")
+        raise TypeError(f"{name} must be a number, not {short(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {float(value)}, which is not finite")
     return float(value)
-
-
-def _short_text(value: object) -> str:
-    has_content = isinstance(value, str | dict | tuple | list)
-    return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"

@@ -40,6 +40,7 @@ class Judge(ServedReward):
         self._config: JudgeReward = config
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """Raises RewardModelError: the servers do not answer, or an answer has the wrong form."""
         return await self._requests.start(self._score(prompt, response_text))
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
@@ -51,7 +52,7 @@ class Judge(ServedReward):
             try:
                 score = await self._judge(body)
             except Refused as error:
-                score = Score(value=0.0, error=str(error))
+                score = Score(error=str(error))
         self.count_failures([score])
         return score
 
@@ -72,25 +73,21 @@ class Judge(ServedReward):
             matches = [match[1] for match in regex.finditer(pattern, answer, timeout=_SEARCH_S)]
         except TimeoutError:
             slow = f"{self._name}.score_pattern={pattern!r} took longer than {_SEARCH_S:g} s on the judge's answer; simplify it"
-            return Score(value=0.0, error=slow)
+            return Score(error=slow)
         if not matches:
             shown = self.shown(answer)[-_SHOWN:]
             cut = f", cut off after max_tokens={self._config.max_tokens}" if is_cut else ""
             return Score(
-                value=0.0,
-                error=f"{self._name}.score_pattern={pattern!r} matches nothing in the judge's answer{cut}: {shown!r}",
+                error=f"{self._name}.score_pattern={pattern!r} matches nothing in the judge's answer{cut}: {shown!r}"
             )
         try:
             given = float(matches[-1])
         except (TypeError, ValueError):  # an optional group is None
-            return Score(
-                value=0.0, error=f"the judge's score {self.shown(str(matches[-1]))!r} is not a number"
-            )
+            return Score(error=f"the judge's score {self.shown(str(matches[-1]))!r} is not a number")
         low, high = self._config.score_range
         if not low <= given <= high:
             return Score(
-                value=0.0,
-                error=f"the judge's score {given:g} is outside of {self._name}.score_range=[{low:g}, {high:g}]",
+                error=f"the judge's score {given:g} is outside of {self._name}.score_range=[{low:g}, {high:g}]"
             )
         return score_of(((given - low) / (high - low), {"judge_score": given}))
 

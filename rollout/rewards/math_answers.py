@@ -39,13 +39,8 @@ def gsm8k_reference(answer: str) -> str:
             f"has a comma after `{ANSWER_MARK}` that is not between thousands: {tail.strip()[:40]!r}; write e.g. "
             f"`{ANSWER_MARK} 1,002` or `{ANSWER_MARK} 10.5`"
         )
-    check_number(plain)
+    only_number(plain)
     return plain
-
-
-def check_number(reference: str) -> None:
-    """Raises ValueError for a reference that ``gsm8k_reward`` cannot compare with."""
-    _only_number(reference)
 
 
 def gsm8k_reward(reference: str, response_text: str) -> Score:
@@ -58,13 +53,14 @@ def gsm8k_reward(reference: str, response_text: str) -> Score:
 
     Raises ValueError: the reference holds no number, or several.
     """
-    expected = _only_number(reference)
+    expected = only_number(reference)
     _, mark, tail = response_text.rpartition(ANSWER_MARK)
     answer = _first_number(tail) if mark else _last_number(response_text)
     return Score(value=float(answer == expected), parts={"found": float(answer is not None)})
 
 
-def _only_number(reference: str) -> Decimal:
+def only_number(reference: str) -> Decimal:
+    """The number that ``gsm8k_reward`` compares with. Raises ValueError: the reference holds none, or several."""
     numbers = [*NUMBER.finditer(reference.rpartition(ANSWER_MARK)[2])]
     if len(numbers) != 1:
         what = "several numbers" if numbers else "no number"
@@ -112,8 +108,7 @@ def math_verify_reward(reference: str, response_text: str) -> Score:
     no time limit here, and a few expressions keep sympy busy forever: run the function in a process that can
     be killed (see ``Scorer``).
 
-    Raises:
-        ValueError: math-verify cannot read the reference.
+    Raises ValueError: math-verify cannot read the reference.
     """
     from math_verify import parse, verify  # loads sympy, which only the worker process needs
 

@@ -31,7 +31,6 @@ Two traps of SGLang 0.5.23:
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from configs.schema.reward import ModelReward, PlainText
 from rollout.http_replicas import Replica
@@ -41,16 +40,8 @@ from rollout.tokenization import load_tokenizer
 
 LINGER_S = 0.02
 """How long a batch waits to fill up; small against the time of a forward pass."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    prompt: str
-    response: str
-    reference: str
-    text: str
-    token_ids: list[int] | None
-    """Tokens of ``text`` if a chat template rendered it; None: the server tokenises the text."""
+Item = dict[str, str] | list[int] | str
+"""A sample in a request: see ``json`` above; for ``sglang`` the text's tokens after a chat template, or the text."""
 
 
 class RewardModel(ServedReward):
@@ -59,13 +50,7 @@ class RewardModel(ServedReward):
     def __init__(self, config: ModelReward, *, name: str = "reward") -> None:
         """See ``ServedReward``. Raises ValueError also if the tokenizer cannot be loaded or has no chat template."""
         suffix = "/classify" if config.protocol == "sglang" else ""
-        super().__init__(
-            config,
-            name=name,
-            kind="reward model",
-            suffix=suffix,
-            fix=_fix_text(config, name),
-        )
+        super().__init__(config, name=name, kind="reward model", suffix=suffix, fix=_fix_text(config, name))
         self._config: ModelReward = config
         self._tokenizer = None
         if config.text.type == "chat":
@@ -74,6 +59,8 @@ class RewardModel(ServedReward):
                 raise ValueError(
                     f"{name}.text.tokenizer={config.text.tokenizer} has no chat template; use text: {{type: plain}}"
                 )
+        field_of_sglang = "text" if self._tokenizer is None else "input_ids"
+        self._field = "items" if config.protocol == "json" else field_of_sglang
         self._waiting: list[tuple[Item, asyncio.Future[Score]]] = []
         self._linger: asyncio.TimerHandle | None = None
 
@@ -82,12 +69,12 @@ class RewardModel(ServedReward):
         return score
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """Raises RewardModelError: the servers do not answer, or an answer has the wrong form."""
         item = self._make_item(
             prompt.text, response_text, reference=prompt.reference, messages=prompt.messages
         )
-        content = item.text if item.token_ids is None else item.token_ids
-        if self._config.protocol == "sglang" and not content:
-            return Score(value=0.0, error="the text for the reward model is empty")
+        if not item:
+            return Score(error="the text for the reward model is empty")
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if len(self._waiting) == self._config.batch_size:
@@ -104,7 +91,6 @@ class RewardModel(ServedReward):
     def _make_item(
         self, prompt: str, response: str, *, reference: str, messages: Messages | None = None
     ) -> Item:
-        token_ids = None
         if isinstance(self._config.text, PlainText):
             text = self._config.text.template.format(prompt=prompt, response=response, reference=reference)
         else:
@@ -112,8 +98,9 @@ class RewardModel(ServedReward):
             asked = messages or [{"role": "user", "content": prompt}]
             turns = [*map(dict, asked), {"role": "assistant", "content": response}]
             text = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
-            token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        return Item(prompt=prompt, response=response, reference=reference, text=text, token_ids=token_ids)
+        if self._config.protocol == "json":
+            return {"prompt": prompt, "response": response, "reference": reference, "text": text}
+        return text if self._tokenizer is None else self._tokenizer.encode(text, add_special_tokens=False)
 
     def _send_waiting(self) -> None:
         self._requests.start(self._send_batch(self._take_waiting()))
@@ -149,7 +136,7 @@ class RewardModel(ServedReward):
             return await self._request(items)
         except Refused as error:
             if len(items) == 1:
-                return [Score(value=0.0, error=str(error))]
+                return [Score(error=str(error))]
         half = len(items) // 2
         return await self._score_items(items[:half]) + await self._score_items(items[half:])
 
@@ -157,20 +144,7 @@ class RewardModel(ServedReward):
         def parse(url: str, content: bytes) -> list[Score]:
             return self._parse_scores(url, content, len(items))
 
-        body = self._request_body(items)
-        return await self.request(body, parse, num_samples=len(items), replicas=replicas)
-
-    def _request_body(self, items: Sequence[Item]) -> dict[str, object]:
-        if self._config.protocol == "json":
-            return {
-                "items": [
-                    {"prompt": i.prompt, "response": i.response, "reference": i.reference, "text": i.text}
-                    for i in items
-                ]
-            }
-        if self._tokenizer is not None:
-            return {"input_ids": [item.token_ids for item in items]}
-        return {"text": [item.text for item in items]}
+        return await self.request({self._field: items}, parse, num_samples=len(items), replicas=replicas)
 
     def _parse_scores(self, url: str, content: bytes, count: int) -> list[Score]:
         try:
@@ -208,5 +182,5 @@ def _fix_text(config: ModelReward, name: str) -> str:
 
 def _to_score(number: object) -> Score:
     if number is None:
-        return Score(value=0.0, error="the reward model gave no score")
+        return Score(error="the reward model gave no score")
     return score_of(number)

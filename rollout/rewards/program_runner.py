@@ -76,23 +76,13 @@ def main():
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     try:
-        job = json.loads(read_line())
-        answer = run_tests(job)
-        os.write(1, json.dumps(answer).encode() + b"\n")
+        line = sys.stdin.buffer.readline()
+        if line.endswith(b"\n"):  # otherwise our parent is gone
+            os.write(1, json.dumps(run_tests(json.loads(line))).encode() + b"\n")
     except (OwnerGone, BrokenPipeError):
         pass
     finally:
         end_descendants()
-
-
-def read_line():
-    content = bytearray()
-    while not content.endswith(b"\n"):
-        part = os.read(OWNER, 2**16)
-        if not part:
-            raise OwnerGone
-        content += part
-    return bytes(content)
 
 
 def run_tests(job):
@@ -122,12 +112,27 @@ def run_test(job, test, folder):
         source = f"{source}\n\n{test['code']}\n\n__import__('os').write(1, {proof.encode()!r})\n"
     with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
         file.write(source)
+    outcome, printed, *ending = run_program(
+        job, folder, test.get("input", ""), SPARE_OUTPUT + 2 * len(expected)
+    )
+    if outcome is not None:
+        return outcome, None
+    error = why_not_started(job, *ending)
+    if error is not None:
+        return None, error
+    text = printed.decode(errors="replace")
+    is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
+    return "passed" if ending[0] == 0 and is_right else "failed", None
+
+
+def run_program(job, folder, given, most_output):
+    """Run the program in ``folder`` with the input ``given`` -> what ``watch`` returns, and the arguments of ``why_not_started``."""
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
     # The program gets neither end of this pipe, so it cannot claim that it was not started.
     status, status_writer = os.pipe()
     try:
-        write_all(stdin, test.get("input", "").encode(errors="replace"))
+        write_all(stdin, given.encode(errors="replace"))
         pid = os.fork()
         if pid == 0:
             become_program(job, folder, stdin, output_writer, errors, status_writer)
@@ -135,23 +140,15 @@ def run_test(job, test, folder):
         os.close(status_writer)
         output_writer = status_writer = -1
         try:
-            outcome, printed = watch(pid, output, job, SPARE_OUTPUT + 2 * len(expected))
+            outcome, printed = watch(pid, output, job, most_output)
         finally:
             code = end_program(pid)
         os.set_blocking(status, False)
-        told, said = read_some(status), os.pread(errors, 2**12, 0)
+        return outcome, printed, code, read_some(status), os.pread(errors, 2**12, 0)
     finally:
         for descriptor in (stdin, errors, output, output_writer, status, status_writer):
             if descriptor >= 0:
                 os.close(descriptor)
-    if outcome is None:
-        error = why_not_started(job, code, told, said)
-        if error is not None:
-            return None, error
-        text = printed.decode(errors="replace")
-        is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
-        outcome = "passed" if code == 0 and is_right else "failed"
-    return outcome, None
 
 
 def why_not_started(job, code, told, said):
@@ -387,9 +384,6 @@ def bubblewrap(job, folder, status):
     it is read-only."""
     python_folders, version = job["python_folders"], job["bwrap_version"]
     inside = inside_bubblewrap(python_folders)
-    shared_memory = (
-        ["--size", str(shared_memory_of(job)), "--tmpfs", "/dev/shm"] if version >= SIZE_SINCE else []
-    )
     options = [
         "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, inside,
@@ -397,17 +391,10 @@ def bubblewrap(job, folder, status):
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]
-    options += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        *shared_memory,
-        "--remount-ro",
-        "/dev",
-        "--remount-ro",
-        "/",
-    ]
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    if version >= SIZE_SINCE:
+        options += ["--size", str(shared_memory_of(job)), "--tmpfs", "/dev/shm"]
+    options += ["--remount-ro", "/dev", "--remount-ro", "/"]
     # A program that can make namespaces could mount more memory.
     options += ["--disable-userns"] if version >= NO_NAMESPACES_SINCE else []
     if refused := refused_calls():

@@ -1,4 +1,5 @@
-"""``Scorer``: scores responses by one reward or a weighted sum of several. Reward code cannot hang a run.
+"""``Scorer``: scores responses by one reward or a weighted sum of several, of all prompts or of their source. Reward code
+cannot hang a run.
 
 score ─┬─ countdown, gsm8k, overlong     in this process
        ├─ math_verify, function          in separate processes (worker.py)
@@ -10,11 +11,11 @@ import asyncio
 import importlib.util
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.schema.reward import (
     AnyReward,
@@ -22,11 +23,11 @@ from configs.schema.reward import (
     JudgeReward,
     MathVerifyReward,
     ModelReward,
-    RewardOfAll,
+    RewardByField,
     RewardPart,
     rewards_in,
 )
-from rollout.records import FinishReason, Prompt, Score
+from rollout.records import FinishReason, Prompt, Score, source_name, source_of
 from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.code import SANDBOXES, ProgramTests, choose_sandbox
 from rollout.rewards.length import overlong_penalty
@@ -48,31 +49,28 @@ MOST_DEFAULT_WORKERS = 32
 
 
 def check_reward(
-    config: RewardOfAll,
-    sample: Callable[[], "Problem | None"] = lambda: None,
+    config: AnyReward,
+    sample: Callable[[str | None], "Problem | None"] = lambda source: None,
     tell: Callable[[str], None] = logger.info,
-    *,
-    field: str = "reward",
 ) -> None:
     """Refuse a reward that cannot be used here, before anything is started. ``Scorer`` checks the servers of
     reward models and judges later.
 
     Args:
-        sample: gives a problem on which the user's function is tried. If it gives None, the function is only imported.
+        sample: gives a problem of a source (None: of the only one) on which the user's function is tried. If it gives None,
+            the function is only imported.
         tell: takes remarks on a usable reward.
-        field: the reward's field of the config, for messages.
 
-    Raises:
-        ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
-            server's key is missing, or programs cannot be run.
+    Raises ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder
+    or a server's key is missing, or programs cannot be run.
     """
-    for name, part, _ in rewards_in(config, field):
+    for name, part, source in rewards_in(config):
         if isinstance(part, ModelReward | JudgeReward):
             from rollout.rewards.served import key_of
 
             key_of(part.api_key_variable, name)
         if part.type == "function":
-            _check_function(name, part, sample, tell)
+            _check_function(name, part, partial(sample, source and source[1]), tell)
         elif part.type == "code":
             tell(f"{name}: programs run {SANDBOXES[asyncio.run(choose_sandbox(part, name))]}")
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
@@ -107,21 +105,24 @@ def may_read_rows(config: AnyReward) -> bool:
     )
 
 
+def known_source(config: RewardByField, value: object) -> str:
+    """The value of the field as the name of a source that has a reward. Raises ValueError."""
+    source = source_name(value)
+    if source not in config.rewards:
+        known = ", ".join(map(repr, config.rewards))
+        raise ValueError(
+            f"is {source!r}, but reward.rewards has rewards only for {known}; add one, or drop such records"
+        )
+    return source
+
+
 def default_num_workers(cores: int) -> int:
     """Half of the ``cores`` of this process. The other half is for the servers, the sample role and, on one node, the
     learner."""
     return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Response:
-    text: str
-    num_tokens: int
-    """With the end token."""
-    finish_reason: FinishReason
-
-
-_Reward = Callable[[Prompt, _Response], Awaitable[Score]]
+_Reward = Callable[[Prompt, Job], Awaitable[Score]]
 
 
 class Scorer:
@@ -131,7 +132,7 @@ class Scorer:
     ``max_new_tokens`` is the longest response, for the overlong penalty. ``num_workers`` is the default
     number of processes of each part of type math_verify, function or code. A process scores one sample at a time,
     within ``timeout_s``. A late or dead process is killed and replaced. Start-up and the wait for a free process do
-    not count towards ``timeout_s``.
+    not count towards ``timeout_s``. The rewards of different sources (``RewardByField``) have their own processes and requests.
 
     Entering raises:
         RewardModelError: a reward model does not answer as it should.
@@ -139,21 +140,20 @@ class Scorer:
             is unusable, a judge's key is not set, or programs cannot be run.
     """
 
-    def __init__(
-        self,
-        config: RewardOfAll,
-        *,
-        max_new_tokens: int,
-        num_workers: int | None = None,
-        field: str = "reward",
-    ):
+    def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
         self._config, self._max_new_tokens = config, max_new_tokens
-        self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
-        self._parts = {one.field: one.reward for one in rewards_in(config, field)}
-        # The first part that checks the answer decides whether a response is correct. Without one the first model or
-        # judge decides.
-        candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
-        self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
+        self._names: dict[Any, str] = config.names if isinstance(config, RewardByField) else {}
+        """By source."""
+        self._parts: dict[str, RewardPart] = {}
+        self._fields: dict[str | None, list[str]] = {}
+        """The parts of each source's reward; None: of the reward of all prompts."""
+        for field, part, source in rewards_in(config):
+            self._parts[field] = part
+            self._fields.setdefault(source and source[1], []).append(field)
+        self._deciding = {source: self._deciding_of(fields) for source, fields in self._fields.items()}
+        # The sources share the default number of processes.
+        default = default_num_workers(len(os.sched_getaffinity(0))) // len(self._fields)
+        self._num_workers = num_workers or max(1, default)
         self._rewards: dict[str, _Reward] = {}
         self._models: list[ServedReward] = []
         self._exits = AsyncExitStack()
@@ -161,7 +161,18 @@ class Scorer:
 
     def source_name(self, prompt: Prompt) -> str | None:
         """The name of the prompt's source in metrics; None if one reward scores all prompts."""
-        return None
+        return self._names.get(self._source(prompt))
+
+    def _source(self, prompt: Prompt) -> str | None:
+        if not isinstance(self._config, RewardByField):
+            return None
+        return source_of(prompt.row, self._config.field, partial(known_source, self._config))
+
+    def _deciding_of(self, fields: Sequence[str]) -> str:
+        """The first part that checks the answer decides whether a response is correct. Without one the first model or judge
+        decides."""
+        candidates = [field for field in fields if self._parts[field].type != "overlong"]
+        return min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
 
     @property
     def retries(self) -> int:
@@ -185,11 +196,9 @@ class Scorer:
     async def _make_reward(self, field: str, part: RewardPart, exits: AsyncExitStack) -> _Reward:
         match part.type:
             case "countdown":
-                return _inline_reward(
-                    lambda prompt, response: countdown_reward(prompt.reference, response.text)
-                )
+                return _inline_reward(lambda job: countdown_reward(job.reference, job.response_text))
             case "gsm8k":
-                return _inline_reward(lambda prompt, response: gsm8k_reward(prompt.reference, response.text))
+                return _inline_reward(lambda job: gsm8k_reward(job.reference, job.response_text))
             case "overlong":
                 longest, buffer = self._max_new_tokens, part.buffer_tokens
                 if buffer > longest:
@@ -198,17 +207,17 @@ class Scorer:
                     )
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
 
-                def score_length(_: Prompt, response: _Response) -> Score:
+                def score_length(job: Job) -> Score:
                     # The model's positions may have cut it off earlier. It still counts as the longest.
-                    is_cut = response.finish_reason is FinishReason.LENGTH
-                    return Score(value=penalty(longest if is_cut else response.num_tokens))
+                    is_cut = job.finish_reason == FinishReason.LENGTH
+                    return Score(value=penalty(longest if is_cut else job.num_tokens))
 
                 return _inline_reward(score_length)
             case "code":
                 programs = ProgramTests(part, num_workers=part.num_workers or self._num_workers, name=field)
                 exits.push_async_callback(programs.close)
                 await programs.start()
-                return lambda prompt, response: programs.score(prompt, response.text)
+                return lambda prompt, job: programs.score(prompt, job.response_text)
             case "model" | "judge":
                 # Imported here, because checks before a start must not import an HTTP client.
                 from rollout.rewards.judge import Judge
@@ -218,11 +227,11 @@ class Scorer:
                 self._models.append(model)
                 exits.push_async_callback(model.close)
                 await model.start()
-                return lambda prompt, response: model.score(prompt, response.text)
+                return lambda prompt, job: model.score(prompt, job.response_text)
             case _:
                 pool = _worker_pool(part, part.num_workers or self._num_workers)
                 exits.callback(pool.close)
-                return lambda prompt, response: pool.call(_job_of(prompt, response))
+                return lambda prompt, job: pool.call(job)
 
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
@@ -232,37 +241,56 @@ class Scorer:
         A single reward has its own ``parts``. A weighted reward has each part's unweighted value under the
         part's name, and the part's own parts as ``name/own``. A failed part counts 0 in ``value``, and ``error`` names
         the reason and the prompt: the sample is not scored. ``correct`` is True if the deciding part (see ``WeightedReward``) was
-        scored with at least 1.
+        scored with at least 1. With ``RewardByField`` the name of the prompt's source stands before all names of parts and,
+        unless the reward failed, is itself a part: the reward's value.
 
         Raises:
+            ValueError: the prompt has no source. A check before the start refuses such data.
             WorkerStartError: the process of a reward cannot be started.
             RewardModelError: a reward model does not answer, or its answer has the wrong form.
             CancelledError: the scorer was closed meanwhile.
         """
-        response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
+        source = self._source(prompt)
+        fields = self._fields[source]
+        job = Job(
+            prompt_text=prompt.text,
+            response_text=response_text,
+            reference=prompt.reference,
+            row=prompt.row,
+            num_tokens=num_tokens,
+            finish_reason=finish_reason.value,
+        )
         with span("reward", family="rewards"):
-            under_way = [reward(prompt, response) for reward in self._rewards.values()]
+            under_way = [self._rewards[field](prompt, job) for field in fields]
             # gather makes a task for each part, which costs more than most rewards.
             results = await asyncio.gather(*under_way) if len(under_way) > 1 else [await under_way[0]]
-        scores = dict(zip(self._rewards, results, strict=True))
+        scores = dict(zip(fields, results, strict=True))
         for field, score in scores.items():
             if score.error is not None:
                 scores[field] = self._report_failure(score, field, prompt)
         errors = [score.error for score in scores.values() if score.error is not None]
-        deciding = scores[self._deciding]
+        deciding = scores[self._deciding[source]]
+        value = sum(self._parts[field].weight * score.value for field, score in scores.items())
+        parts = self._named_parts(source, scores)
+        if (name := self._names.get(source)) is not None:
+            of_source = {} if errors else {name: value}
+            parts = of_source | {f"{name}/{part}": number for part, number in parts.items()}
         return Score(
-            value=sum(self._parts[field].weight * score.value for field, score in scores.items()),
-            parts=self._named_parts(scores),
+            value=value,
+            parts=parts,
             correct=deciding.error is None and deciding.value >= 1.0,
             error="; ".join(errors) or None,
         )
 
-    def _named_parts(self, scores: dict[str, Score]) -> dict[str, float]:
-        if self._config.type != "weighted":
+    def _named_parts(self, source: str | None, scores: dict[str, Score]) -> dict[str, float]:
+        reward = self._config
+        if isinstance(reward, RewardByField):
+            reward = reward.rewards[str(source)]
+        if reward.type != "weighted":
             (score,) = scores.values()
             return score.parts
         named: dict[str, float] = {}
-        for name, score in zip(self._config.parts, scores.values(), strict=True):
+        for name, score in zip(reward.parts, scores.values(), strict=True):
             named[name] = score.value
             named |= {f"{name}/{own}": value for own, value in score.parts.items()}
         return named
@@ -278,14 +306,14 @@ class Scorer:
         return score
 
 
-def _inline_reward(function: Callable[[Prompt, _Response], Score]) -> _Reward:
+def _inline_reward(function: Callable[[Job], Score]) -> _Reward:
     """A pure and fast reward. It runs in the thread of the event loop."""
 
-    async def score(prompt: Prompt, response: _Response) -> Score:
+    async def score(_: Prompt, job: Job) -> Score:
         try:
-            return function(prompt, response)
+            return function(job)
         except ValueError as error:  # an unusable reference
-            return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+            return Score(error=f"{type(error).__name__}: {error}")
 
     return score
 
@@ -297,15 +325,4 @@ def _worker_pool(config: MathVerifyReward | FunctionReward, num_workers: int) ->
         reward, start_timeout_s = config.function, max(START_TIMEOUT_S, config.import_timeout_s)
     return WorkerPool(
         reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s
-    )
-
-
-def _job_of(prompt: Prompt, response: _Response) -> Job:
-    return Job(
-        prompt_text=prompt.text,
-        response_text=response.text,
-        reference=prompt.reference,
-        row=prompt.row,
-        num_tokens=response.num_tokens,
-        finish_reason=response.finish_reason.value,
     )

@@ -23,9 +23,10 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 from configs.schema.reward import JudgeReward, ModelReward
+from rollout.client import AttemptFailed
 from rollout.gathering import TasksToEnd
-from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
-from rollout.records import Prompt, Score
+from rollout.http_replicas import Replica, open_session, request_with_retries
+from rollout.records import Score
 from rollout.rewards.function import to_score
 from rollout.rewards.pipe import LARGEST_ANSWER
 
@@ -102,8 +103,7 @@ class ServedReward:
             suffix: appended to each of the config's addresses.
             fix: what to do, for the end of messages.
 
-        Raises:
-            ValueError: the key's variable is not set.
+        Raises ValueError: the key's variable is not set.
         """
         self._config, self._name, self._kind, self._fix = config, name, kind, fix
         self._key = key_of(config.api_key_variable, name)  # the bearer token of each request, never shown
@@ -115,11 +115,6 @@ class ServedReward:
         self._session: aiohttp.ClientSession | None = None
         self.retries = 0
         """Attempts that failed and were repeated."""
-
-    async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The score of one response. Raises RewardModelError: the servers do not answer, or an answer has the wrong
-        form."""
-        raise NotImplementedError
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
         """The score of the trial sample, ``PROBE``, by one of these."""
@@ -244,7 +239,7 @@ def score_of(number: object) -> Score:
     try:
         return to_score(number)
     except (TypeError, ValueError, OverflowError) as error:
-        return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+        return Score(error=f"{type(error).__name__}: {error}")
 
 
 def _retry_after_s(header: str | None) -> float:

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from rollout.tasks.task import Problem
 
 
-def made_responses(reference: str) -> dict[str, str]:
-    """Two possible responses, by their names in messages: the right answer in forms that graders look for,
-    and an empty text."""
-    return {
-        "an ordinary response": f"The answer is \\boxed{{{reference}}}.\n#### {reference}",
-        "an empty response": "",
-    }
-
-
 def try_function(
     reward: FunctionReward, problem: "Problem | None", tell: Callable[[str], None]
 ) -> tuple[str, ...]:
@@ -52,7 +43,9 @@ def _try(reward: FunctionReward, process: TrialProcess, problem: "Problem | None
     if problem is None:
         return ()
     failures = []
-    for name, response in made_responses(problem.reference).items():
+    # The right answer, in forms that graders look for.
+    ordinary = f"The answer is \\boxed{{{problem.reference}}}.\n#### {problem.reference}"
+    for name, response in (("an ordinary response", ordinary), ("an empty response", "")):
         job = Job(
             prompt_text=problem.text,
             response_text=response,

@@ -59,6 +59,7 @@ class Job:
     reference: str
     row: Mapping[str, object] | None = None
     num_tokens: int = 0
+    """Of the response, with its end token."""
     finish_reason: str = "stop"
 
 
@@ -321,7 +322,7 @@ class _Worker(AnsweringProcess):
             content = f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed"
         except EOFError as error:
             content = f"the reward's process {error}"
-        return content if isinstance(content, Score) else Score(value=0.0, error=content or "no score came")
+        return content if isinstance(content, Score) else Score(error=content or "no score came")
 
     def _encode(self, question: Job) -> bytes:
         return pickle.dumps(question)  # a row of the data may hold anything

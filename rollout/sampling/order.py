@@ -62,7 +62,7 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
 def load(own: OwnFunction) -> Callable:
     """Raises ValueError if the function cannot be imported or called with its arguments."""
     function = import_function("sampler function", own.function, "module:function, e.g. my_order:easy_first")
-    if problem := call_problem(own, function, GIVEN, [FURTHER]):
+    if problem := call_problem(function, GIVEN, [FURTHER], own.settings):
         raise _broken(own, function, problem)
     return function
 

@@ -60,12 +60,9 @@ class GroupPool:
         self._tasks: list[asyncio.Task[ScoredGroup]] = []
         """From the group ``first`` on."""
         self._lacks_signal: list[bool] = []
-        self._first, self._count, self._steps = 0, 0, 0
-
-    @property
-    def first(self) -> int:
+        self._count, self._steps = 0, 0
+        self.first = 0
         """The number of the first group that has not been handed out."""
-        return self._first
 
     @property
     def running(self) -> int:
@@ -97,7 +94,7 @@ class GroupPool:
     def hand_out(self, number: int) -> None:
         """Remove the first ``number`` groups, a whole step, from the pool."""
         del self._tasks[:number], self._lacks_signal[:number]
-        self._first += number
+        self.first += number
         self._steps -= 1
 
     async def restart(self, first: int) -> None:
@@ -106,7 +103,7 @@ class GroupPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks, self._lacks_signal = [], []
-        self._first, self._steps = first, 0
+        self.first, self._steps = first, 0
 
     def _end_of_step(self, start: int) -> int:
         return step_end(start, self._count, self._max_rounds, self._lacks_signal)
@@ -116,13 +113,13 @@ class GroupPool:
         for _ in range(self._steps):
             end = self._end_of_step(end)
         while len(self._tasks) < end:
-            number = self._first + len(self._tasks)
+            number = self.first + len(self._tasks)
             self._lacks_signal.append(False)
             self._tasks.append(asyncio.create_task(self._run(number)))
 
     async def _run(self, number: int) -> ScoredGroup:
         scored = await self._sample(number)
         if not scored.has_signal:
-            self._lacks_signal[number - self._first] = True
+            self._lacks_signal[number - self.first] = True
             self._start_admitted()
         return scored

@@ -64,8 +64,7 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> P
     A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into
     one micro-batch of the learner. ``max_positions`` is max_position_embeddings of the model's config.json.
 
-    Raises:
-        ValueError: there is no room; the message names the limits and the fix.
+    Raises ValueError: there is no room; the message names the limits and the fix.
     """
     limits = sequence_limits(config, which, max_positions=max_positions)
     field, max_new = response_limit(config, which)
@@ -99,7 +98,7 @@ def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int) 
 
 
 def _server_limits(rollout: RolloutConfig, max_positions: int) -> Iterator[SequenceLimit]:
-    flags = {name.replace("_", "-"): value for name, value in rollout.server_args.items()}
+    flags = rollout.server_flags
     yield server_limit("max_position_embeddings", max_positions)
     if (length := _whole(flags.get("context-length"))) is not None:
         yield server_limit("rollout.server_args.context-length", length)
@@ -125,12 +124,9 @@ def _whole(flag: object) -> int | None:
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:
-    """Refuse an example of a supervised warm start that is too long. It would end the training when it is drawn, perhaps
-    hours later.
-
-    Raises:
-        ValueError: with the place ``where``, the length, the limit and the fix.
-    """
+    """Refuse an example of a supervised warm start that is too long. It would end the training when it is
+    drawn, perhaps hours later. Raises ValueError: with the place ``where``, the length, the limit and the
+    fix."""
     takes = f"{where}: takes {length} tokens, more than"
     if length > max_positions:
         raise ValueError(f"{takes} the model's max_position_embeddings={max_positions}; shorten or drop it")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,7 +46,7 @@ def _do_nothing() -> None:
     return None
 
 
-class RemoteSampler:
+class RemoteSampler(AbstractContextManager["RemoteSampler"]):
     """Client of the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
     Every method raises SamplingError if the sample role reports a failure, or does not answer in
@@ -73,9 +74,6 @@ class RemoteSampler:
         self._found_at = time.monotonic()
         self._context = zmq.Context()
         self._channel: Requester | None = None
-
-    def __enter__(self) -> "RemoteSampler":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

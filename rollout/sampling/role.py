@@ -12,9 +12,10 @@ import hmac
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -23,14 +24,12 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from configs.schema import RunConfig
-from configs.schema.rollout import RolloutConfig
 from configs.schema.task import FileTask
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.environments.loading import sample_makers
 from rollout.records import Prompt
-from rollout.rewards.by_field import scorer_of
-from rollout.rewards.scorer import may_read_rows
+from rollout.rewards.scorer import Scorer, may_read_rows
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import RunKey
@@ -116,7 +115,7 @@ async def run_sample_role(
     rows = partial(rows_of, task.train)
     order = prompt_order(config.sampler, len(task.train), seed=config.seed, rows=rows)
     async with (
-        scorer_of(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer,
+        Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer,
         sample_makers(
             config,
             scorer=scorer,
@@ -133,7 +132,7 @@ async def run_sample_role(
             log_dir=log_dir,
             key=key,
             experts=policy.experts if config.learner.routing == "rollout" else None,
-            truncation=_truncation_of(config.rollout, policy.vocab_size),
+            truncation=Truncation.of(config.rollout, policy.vocab_size),
         ) as client:
             sampler = GroupSampler(
                 client=client,
@@ -144,22 +143,12 @@ async def run_sample_role(
                 samples=samples_of("training"),
                 evaluation_samples=samples_of("held-out"),
                 scorer=scorer,
-                rollout=config.rollout,
-                evaluation=config.evaluation,
-                kept_problems=config.tracking.evaluation_problems,
-                seed=config.seed,
                 order=order,
+                config=config,
             )
             gc.freeze()  # the tokenizer, the prompts and the libraries stay: collections need not visit them
             timeout_s = config.launch.peer_timeout_s
             await serve(sampler, announce=announce, host=host, peer_timeout_s=timeout_s, key=key, doing=doing)
-
-
-def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None:
-    """The limits on the distribution of training samples. None: they come from the full distribution."""
-    if not rollout.is_truncated:
-        return None
-    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)
 
 
 def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTokenizerBase", Task]:
@@ -182,13 +171,10 @@ def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTok
 
 
 def task_that_fits(task: Task, config: RunConfig, *, max_positions: int) -> Task:
-    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``). Such a prompt would
-    end the run when it is drawn, perhaps hours later.
-
-    Raises:
-        ValueError: the config does not allow leaving such prompts out, or all prompts are too long. The message has the
-            longest prompt, its length, the limits and the fix.
-    """
+    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``). Such a
+    prompt would end the run when it is drawn, perhaps hours later. Raises ValueError: the config does not
+    allow leaving such prompts out, or all prompts are too long; with the longest prompt, its length, the
+    limits and the fix."""
     fitting = partial(_fitting, config, max_positions)
     train = fitting("training", task.train)
     return replace(
@@ -234,7 +220,11 @@ async def serve(
     context = zmq.asyncio.Context()
     try:
         with only_learner(context, key), context.socket(zmq.REP) as channel:
-            _set_options(channel, key, peer_timeout_s)
+            if key is not None:
+                channel.curve_server = True
+                channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
+            for option, value in (heartbeats(peer_timeout_s) | {zmq.LINGER: LAST_REPLY_LINGER_MS}).items():
+                channel.setsockopt(option, value)
             port = channel.bind_to_random_port(f"tcp://{host}")
             announce(f"tcp://{host}:{port}")
             while True:
@@ -260,15 +250,6 @@ async def serve(
         context.term()
 
 
-def _set_options(channel: zmq.asyncio.Socket, key: RunKey | None, peer_timeout_s: float) -> None:
-    if key is not None:
-        channel.curve_server = True
-        channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
-    channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
-    for option, value in heartbeats(peer_timeout_s).items():
-        channel.setsockopt(option, value)
-
-
 @contextmanager
 def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
     """While entered, the CURVE sockets of ``context`` refuse all connections except the learner's, which proves ``key``."""
@@ -276,23 +257,17 @@ def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[N
         yield
         return
     learner, _ = key.curve_pair("learner")
+
+    def is_learner(domain: str, public_key: bytes) -> bool:
+        return hmac.compare_digest(public_key, learner)
+
     authenticator = AsyncioAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(credentials_provider=_SinglePublicKey(learner))
+    authenticator.configure_curve_callback(credentials_provider=SimpleNamespace(callback=is_learner))
     try:
         yield
     finally:
         authenticator.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class _SinglePublicKey:
-    """pyzmq's check of a client's public key, in Z85."""
-
-    public: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self.public)
 
 
 async def _answer(channel: zmq.asyncio.Socket, sampler: GroupSampler, request: Request) -> None:

@@ -15,18 +15,18 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from itertools import islice
-from typing import Self
+from typing import NamedTuple
 
-from configs.schema.launch import EvaluationConfig
-from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
+from configs.schema import RunConfig
+from configs.schema.rollout import DynamicSampling
 from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt, different_rewards, seed_of
-from rollout.rewards.by_field import AnyScorer
+from rollout.rewards.scorer import Scorer
 from rollout.sampling.messages import (
     BeforeSelection,
     EvaluationResult,
@@ -45,8 +45,7 @@ MAX_LOGGED_FAILURES = 8
 """Failed rewards of one request that are logged one by one; further ones are only counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Graded:
+class Graded(NamedTuple):
     """What an evaluation keeps of a sample (see ``Sample``). The tokens of thousands of samples would take gigabytes."""
 
     reward: float | None
@@ -54,10 +53,6 @@ class Graded:
     error: str | None
     num_sampled: int
     is_truncated: bool
-
-    @classmethod
-    def of(cls, sample: Sample) -> Self:
-        return cls(**{field.name: getattr(sample, field.name) for field in fields(cls)})
 
 
 class GroupSampler:
@@ -72,33 +67,24 @@ class GroupSampler:
         task: Task,
         samples: SampleMaker,
         evaluation_samples: SampleMaker,
-        scorer: AnyScorer,
-        rollout: RolloutConfig,
-        evaluation: EvaluationConfig,
-        kept_problems: int,
-        seed: int,
+        scorer: Scorer,
         order: Order,
+        config: RunConfig,
     ) -> None:
-        """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training prompts.
-        scorer: the scorer of ``samples``; its retries are counted. kept_problems: see
-        ``TrackingConfig.evaluation_problems``.
-
-        Raises:
-            ValueError: the task has no training prompts.
-        """
+        """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training
+        prompts. scorer: the scorer of ``samples``; its retries are counted. Raises ValueError: the task has no
+        training prompts."""
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
         self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
         self._evaluation_client, self._evaluation_samples = evaluation_client, evaluation_samples
-        self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
-        self._kept_problems = kept_problems
-        self._dynamic = rollout.dynamic_sampling
+        self._rollout, self._evaluation, self._seed = config.rollout, config.evaluation, config.seed
+        self._kept_problems = config.tracking.evaluation_problems
+        self._dynamic = config.rollout.dynamic_sampling
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
         self._counted = (client.stats, scorer.retries)
-        self._order_of = order
-        self._order: Sequence[int] = ()
-        self._order_epoch = -1
+        self._order_of = lru_cache(maxsize=1)(order)
 
     @property
     def state(self) -> SamplerState:
@@ -111,11 +97,8 @@ class GroupSampler:
 
     async def load_state(self, state: SamplerState | None) -> None:
         """Continue from another sampler's state of the same seed and data; None: from the start of the data.
-        Groups that are being sampled are cancelled.
-
-        Raises:
-            ValueError: the training set is not the state's.
-        """
+        Groups that are being sampled are cancelled. Raises ValueError: the training set is not the
+        state's."""
         if state is not None and state.num_prompts != len(self._task.train):
             raise ValueError(
                 f"the state to resume was taken with {state.num_prompts} training prompts, but task {self._task.name} now has "
@@ -265,7 +248,7 @@ class GroupSampler:
             if temperature != self._evaluation.temperature:
                 prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}, at temperature {temperature:g}")
             kept[number] = _make_group(number, prompt, samples)
-        return [Graded.of(sample) for sample in samples]
+        return [Graded(*map(partial(getattr, sample), Graded._fields)) for sample in samples]
 
     def _summarise_sources(
         self, prompts: Sequence[Prompt], answers: "Sequence[Sequence[Graded]]"
@@ -292,15 +275,14 @@ class GroupSampler:
         )
 
     def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
+        """attempt: the group's id; -1 in evaluations."""
         return [
-            _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
+            seed_of(json.dumps([self._seed, prompt.prompt_id, sibling, attempt])) for sibling in range(count)
         ]
 
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
-        if epoch != self._order_epoch:
-            self._order, self._order_epoch = self._order_of(epoch), epoch
-        return self._task.train[self._order[index]]
+        return self._task.train[self._order_of(epoch)[index]]
 
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:
@@ -324,18 +306,10 @@ def _has_signal(samples: Sequence[Sample], dynamic: DynamicSampling) -> bool:
     """Whether the siblings differ in the value that dynamic sampling compares; always True without it. Samples that
     were not scored do not count."""
     scored = [sample for sample in samples if sample.reward is not None]
-    match dynamic:
-        case ResampleGroups(compare="reward"):
-            return len(different_rewards(scored)) > 1
-        case ResampleGroups():  # by "correct"
-            return len({sample.correct for sample in scored}) > 1
-        case NoDynamicSampling():
-            return True
-
-
-def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -> int:
-    """From the run's seed, the prompt, the sibling, and the group id (``attempt``)."""
-    return seed_of(json.dumps([run_seed, prompt_id, sibling, attempt]))
+    if dynamic.type == "none":
+        return True
+    values = different_rewards(scored) if dynamic.compare == "reward" else {s.correct for s in scored}
+    return len(values) > 1
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Group:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import orjson
 
-from rollout.client import GenerationError, KnownExperts
+from rollout.client import AttemptFailed, GenerationError, KnownExperts
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.servers.kept_sets import Truncation, decode_kept
 from rollout.servers.routing import Experts, decode_experts
@@ -75,9 +75,7 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
         GenerationError: the answer has another form, or a sample is wrong (see ``parse_completion``).
     """
     try:
-        replies = _replies(content, count)
-        _refuse_aborted(replies)
-        return [parse_completion(reply, sent) for reply in replies]
+        return [parse_completion(reply, sent) for reply in _replies(content, count)]
     except GenerationError as error:
         raise GenerationError(f"{url}: {error}") from error
     except (ValueError, LookupError, TypeError, OverflowError) as error:  # a proxy's page, or another SGLang
@@ -92,16 +90,11 @@ def _replies(content: bytes, count: int) -> list[Mapping]:
         raise GenerationError(
             f"a request for {count} samples was answered with a {kind}, not a list of one reply each"
         )
-    return replies
-
-
-def _refuse_aborted(replies: Sequence[Mapping]) -> None:
     for reply in replies:
         finish = reply["meta_info"]["finish_reason"]
         if finish["type"] == "abort":
-            from rollout.http_replicas import AttemptFailed  # imports aiohttp, which a learner does not need
-
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
+    return replies
 
 
 _TOO_LONG = (
@@ -117,13 +110,10 @@ _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 
 
 def parse_completion(reply: Mapping, sent: Sent) -> Completion:
-    """The record of one sample of a ``/generate`` reply with log-probs.
-
-    Raises:
-        GenerationError: the server read a prompt of another length. Ids, log-probs and versions do not fit
-            together, a log-prob is not finite, or a version is not a decimal number. Requested experts
-            (``decode_experts``) or kept ids (``decode_kept``) are missing or wrong.
-    """
+    """The record of one sample of a ``/generate`` reply with log-probs. Raises GenerationError: the server
+    read a prompt of another length; ids, log-probs and versions do not fit together; a log-prob is not
+    finite; a version is not a decimal number; or requested experts (``decode_experts``) or kept ids
+    (``decode_kept``) are missing or wrong."""
     meta = reply["meta_info"]
     triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
     if meta.get("prompt_tokens", sent.num_tokens) != sent.num_tokens:
@@ -159,11 +149,8 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:
-    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). In JSON, a log-prob that is not finite is null.
-
-    Raises:
-        GenerationError: a log-prob is not finite; the message names the token's place.
-    """
+    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). In JSON, a log-prob that is not
+    finite is null. Raises GenerationError: a log-prob is not finite; the message names the token's place."""
     logprobs = np.array(list(map(_LOGPROB, triples)), dtype=LOGPROBS)  # null becomes NaN
     finite = np.isfinite(logprobs)
     if finite.all():

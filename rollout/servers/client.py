@@ -14,17 +14,17 @@ import aiohttp
 import orjson
 
 from configs.schema.rollout import LATE_RETRIES
-from rollout.client import ClientStats, GenerationError, KnownExperts, PromptTooLongError, Session
+from rollout.client import (
+    AttemptFailed,
+    ClientStats,
+    GenerationError,
+    KnownExperts,
+    PromptTooLongError,
+    Session,
+)
 from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
-from rollout.http_replicas import (
-    AttemptFailed,
-    OwnServers,
-    Replica,
-    ReplicaLost,
-    open_session,
-    request_with_retries,
-)
+from rollout.http_replicas import OwnServers, Replica, ReplicaLost, open_session, request_with_retries
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers import kept_sets

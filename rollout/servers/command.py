@@ -92,7 +92,7 @@ def server_command(
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
     flags |= _cuda_flags(spec, share) if spec.cuda else _cpu_flags(spec)
-    flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
+    flags |= config.server_flags
     if spec.key is not None:
         flags["config"] = str(spec.key.file)
     has_launcher = config.sglang_plugin and not spec.cuda
@@ -149,7 +149,7 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     # By default a server imports the code of all models that SGLang knows, which takes more than a second.
-    if not any(OTHER_MODEL.match(flag.replace("_", "-")) for flag in spec.config.rollout.server_args):
+    if not any(map(OTHER_MODEL.match, spec.config.rollout.server_flags)):
         others = files_of_other_models(spec.config.model.path)
         environment.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
     ours = [] if spec.cuda else [str(STAND_INS)]
@@ -170,7 +170,7 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
 def _cpu_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
     threads = spec.config.launch.threads_per_process
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
-    compiles = any("torch-compile" in flag.replace("_", "-") for flag in spec.config.rollout.server_args)
+    compiles = any("torch-compile" in flag for flag in spec.config.rollout.server_flags)
     if not compiles and "TORCHDYNAMO_DISABLE" not in os.environ:
         # By default decorators import torch's compiler, which takes more than a second, and nothing is compiled.
         environment["TORCHDYNAMO_DISABLE"] = "1"

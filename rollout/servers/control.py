@@ -32,7 +32,7 @@ The caller's end of the transfer and the content of the weights are not this fil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,21 +77,15 @@ class Pending:
         self._action, self._futures, self._timeout_s = action, list(futures), timeout_s
 
     def raise_if_failed(self) -> None:
-        """Look once, without waiting: a server that refused will never join the caller's collective.
-
-        Raises:
-            ControlError: a replica has failed already.
-        """
+        """Look once, without waiting: a server that refused will never join the caller's collective. Raises
+        ControlError: a replica has failed already."""
         for future in self._futures:
             if future.done():
                 future.result()
 
     def wait(self) -> list[dict]:
-        """The replies in order of the requests and of the replicas.
-
-        Raises:
-            ControlError: the first failure, with the server's message, or a missed deadline.
-        """
+        """The replies in order of the requests and of the replicas. Raises ControlError: the first failure,
+        with the server's message, or a missed deadline."""
         done, missing = wait_futures(self._futures, timeout=self._timeout_s, return_when="FIRST_EXCEPTION")
         for future in self._futures:
             if future in done:
@@ -103,7 +97,7 @@ class Pending:
         return [future.result() for future in self._futures]
 
 
-class SGLangControl:
+class SGLangControl(AbstractContextManager["SGLangControl"]):
     """Control of all replicas at once, for one thread. A call raises ControlError after ``timeout_s``.
 
     needs_experts: whether ``require_plugin`` refuses servers that capture no routed experts.
@@ -154,9 +148,6 @@ class SGLangControl:
             key=key,
             needs_experts=needs_experts,
         )
-
-    def __enter__(self) -> "SGLangControl":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -212,7 +203,7 @@ class SGLangControl:
         would throw running responses away. ``in_place`` would continue with keys and values of the old weights,
         and refuses to flush them.
         """
-        self._post_all("pause", "/pause_generation", {"mode": "retract"})
+        self._post("pause", "/pause_generation", {"mode": "retract"}).wait()
 
     def take_over(self) -> bool:
         """Pause servers that an earlier learner left in an unknown state. Returns whether one of them is in
@@ -242,11 +233,8 @@ class SGLangControl:
         return self._as_pending("pause and begin weight update", [*pausing, *beginning])
 
     def require_plugin(self) -> None:
-        """Pause the servers, and check that each has this version of Tandem's plugin.
-
-        Raises:
-            ControlError: a server has another version, or none, or captures no routed experts that are needed.
-        """
+        """Pause the servers, and check that each has this version of Tandem's plugin. Raises ControlError: a
+        server has another version, or none, or captures no routed experts that are needed."""
         self.pause()  # otherwise the question would wait for the running requests
         futures = [
             line.ask("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, QUESTION)) for line in self._lines
@@ -283,8 +271,7 @@ class SGLangControl:
         takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors. All tensors of a
         bucket have the same one of the ``dtypes``.
 
-        Raises:
-            ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
+        Raises ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
         """
         action = f"receive {len(names)} tensors in {len(announcement.counts)} buckets"
         group_name = self.group_name if announcement.meeting is None else NO_GROUP
@@ -307,8 +294,7 @@ class SGLangControl:
             version: the new version, for the last request of an update, which also flushes the cache. None for
                 all others, so that a server never reports the new version after an incomplete update.
 
-        Raises:
-            ValueError: no group was joined, or names and shapes do not fit together.
+        Raises ValueError: no group was joined, or names and shapes do not fit together.
         """
         action = f"receive a bucket of {len(names)} tensors"
         body = _announced(names, [dtype] * len(names), shapes, self.group_name, "flattened_bucket")
@@ -329,11 +315,8 @@ class SGLangControl:
         return self._post(action, RECEIVE_PATH, body)
 
     def close_update(self) -> list[int]:
-        """End the update and return the served version of each replica.
-
-        Raises:
-            ControlError: also for an unreadable answer.
-        """
+        """End the update and return the served version of each replica. Raises ControlError: also for an
+        unreadable answer."""
         ending = self._post("end weight update", "/end_weight_update", {})
         versions = self._request_versions()
         ending.wait()
@@ -341,7 +324,7 @@ class SGLangControl:
         return _parse_versions(versions.wait())
 
     def resume(self) -> None:
-        self._post_all("resume", "/continue_generation", {})
+        self._post("resume", "/continue_generation", {}).wait()
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Free the device memory of ``tags`` (``kv_cache``, ``weights``) and drop its content. The servers
@@ -350,20 +333,16 @@ class SGLangControl:
         On CPU, where SGLang has no such memory, this only empties the cache.
         """
         action = f"release the memory of {' and '.join(tags)}"
-        self._post_all(action, "/release_memory_occupation", {"tags": list(tags)})
+        self._post(action, "/release_memory_occupation", {"tags": list(tags)}).wait()
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Allocate the memory of ``tags`` again, at the same addresses. The cache is then empty; weights are
         undefined until the learner has sent them."""
         action = f"take the memory of {' and '.join(tags)}"
-        self._post_all(action, "/resume_memory_occupation", {"tags": list(tags)})
+        self._post(action, "/resume_memory_occupation", {"tags": list(tags)}).wait()
 
     def versions(self) -> list[int]:
-        """The weight version of each replica.
-
-        Raises:
-            ControlError: a version is not a decimal number.
-        """
+        """The weight version of each replica. Raises ControlError: a version is not a decimal number."""
         return _parse_versions(self._request_versions().wait())
 
     def _request_versions(self) -> Pending:
@@ -373,14 +352,11 @@ class SGLangControl:
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
     ) -> list[Completion]:
         """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it).
-
-        Raises:
-            ControlError: also for an unreadable answer.
-        """
+        Raises ControlError: also for an unreadable answer."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["ignore_eos"] = True
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
-        replies = self._post_all("probe", "/generate", body)
+        replies = self._post("probe", "/generate", body).wait()
         with _parsing_answers("probe"):
             return [parse_completion(reply, Sent.of(prompt_ids)) for reply in replies]
 
@@ -391,7 +367,16 @@ class SGLangControl:
         each rank hashes its shard and the names begin with ``rank<r>/``. On CUDA SGLang hashes with its own
         kernel. Checksums compare servers with one another and one update with the next.
         """
-        return _parse_checksums(self._post_all("checksums", "/weights_checker", {"action": "checksum"}))
+        replies = self._post("checksums", "/weights_checker", {"action": "checksum"}).wait()
+        with _parsing_answers("checksums"):
+            return [
+                {
+                    (name if len(reply["ranks"]) == 1 else f"rank{rank}/{name}"): digest
+                    for rank, report in enumerate(reply["ranks"])
+                    for name, digest in report["checksums"].items()
+                }
+                for reply in replies
+            ]
 
     def load_from_disk(self, folder: Path, *, version: int) -> None:
         """Replace the weights by those of a Hugging Face folder of the same model, and flush the cache."""
@@ -400,18 +385,14 @@ class SGLangControl:
             "weight_version": str(version),
             "flush_cache": True,
         }
-        self._post_all("load weights from disk", "/update_weights_from_disk", body)
+        self._post("load weights from disk", "/update_weights_from_disk", body).wait()
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
         """Per replica, the likeliest continuation of each prompt. Prompts run one at a time and from an empty
-        cache, so that the numbers depend only on the weights, and not on the batch.
-
-        Raises:
-            ControlError: also for an unreadable answer, such as log-probs that are not finite: these would compare
-                as equal.
-        """
+        cache, so that the numbers depend only on the weights, and not on the batch. Raises ControlError: also
+        for an unreadable answer, such as log-probs that are not finite: these would compare as equal."""
         # Within the timeout, requests that are about to end can end, such as the health check's.
-        self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
+        self._post("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {}).wait()
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         continuations = []
         for prompt in prompts:
@@ -421,13 +402,10 @@ class SGLangControl:
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            replies = self._post_all("greedy continuation", "/generate", body)
+            replies = self._post("greedy continuation", "/generate", body).wait()
             with _parsing_answers("greedy continuation"):
                 continuations.append([_parse_continuation(reply) for reply in replies])
         return [list(by_prompt) for by_prompt in zip(*continuations, strict=True)]
-
-    def _post_all(self, action: str, path: str, body: dict) -> list[dict]:
-        return self._post(action, path, body).wait()
 
     def _post(self, action: str, path: str, body: dict) -> Pending:
         return self._as_pending(action, self._send_all("POST", path, body))
@@ -461,18 +439,6 @@ def _announced(
 def _parse_versions(replies: Sequence[dict]) -> list[int]:
     with _parsing_answers("read versions"):
         return [version_number(reply["weight_version"]) for reply in replies]
-
-
-def _parse_checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
-    with _parsing_answers("checksums"):
-        return [
-            {
-                (name if len(reply["ranks"]) == 1 else f"rank{rank}/{name}"): digest
-                for rank, report in enumerate(reply["ranks"])
-                for name, digest in report["checksums"].items()
-            }
-            for reply in replies
-        ]
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.connections import own_answer
-from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
     NO_WEIGHT_VERSION,
@@ -40,12 +39,6 @@ RESTARTED_HEALTH_TIMEOUT_S = 5.0
 
 class ServerDied(RuntimeError):
     """A server process ended while the run needed it."""
-
-    def __init__(self, replica: int, pid: int, exit_code: int, log_file: Path, key: RunKey | None) -> None:
-        last_lines = log_tail(log_file, key=key)
-        super().__init__(
-            f"SGLang replica {replica} (pid {pid}) {how_it_ended(exit_code)}; last lines of {log_file}:\n{last_lines}"
-        )
 
 
 @dataclass(slots=True)
@@ -89,15 +82,9 @@ class ServerFleet:
         shares: Sequence[ServerShare] | None = None,
         meeting_points: Mapping[int, str] | None = None,
     ) -> None:
-        """
-        Args:
-            shares: the shares of this node. None: every replica, from the first GPU on.
-            meeting_points: for each replica on several nodes, HOST:PORT on its first node, where its ranks meet.
-
-        Raises:
-            ValueError: ``server_args`` holds a flag of another field, or the config needs kernels that CPU
-            lacks.
-        """
+        """shares: those of this node; None: every replica, from the first GPU on. meeting_points: for each
+        replica on several nodes, HOST:PORT on its first node, where its ranks meet. Raises ValueError:
+        ``server_args`` holds a flag of another field, or the config needs kernels that CPU lacks."""
         rollout = spec.config.rollout
         check_server_args(rollout)
         check_has_kernels(rollout, cuda=spec.cuda)
@@ -115,13 +102,8 @@ class ServerFleet:
         return f"http://{self._spec.host}:{replica.ports.http}"
 
     def start(self) -> None:
-        """Start every share and return at once.
-
-        Raises:
-            ValueError: too few GPUs, a taken port, a long TMPDIR, or a missing model folder; nothing was started.
-        """
-        if self._replicas:
-            raise RuntimeError("the servers were started already")
+        """Start every share and return at once. Raises ValueError: too few GPUs, a taken port, a long TMPDIR,
+        or a missing model folder; nothing was started."""
         model = self._spec.config.model.path.resolve()
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json; give the folder of a Hugging Face model")
@@ -178,29 +160,26 @@ class ServerFleet:
                         f"SGLang replica {replica.number} is ready at {self._replica_url(replica)} after {took_s:.0f} s"
                     )
             if waiting and left_s <= 0:
-                log_file = waiting[0].log_file
-                last_lines = log_tail(log_file, key=self._spec.key)
                 raise TimeoutError(
                     f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
-                    f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{last_lines}"
+                    f"rollout.server_start_timeout_s if they only need longer; {self._log_end(waiting[0])}"
                 )
             if waiting:
                 time.sleep(HEALTH_POLL_S)
 
     def poll(self) -> None:
-        """Look at every process once.
-
-        Raises:
-            ServerDied: a replica ended.
-        """
+        """Look at every process once. Raises ServerDied: a replica ended."""
         for replica in self._replicas:
             replica.pid = replica.pid or server_pid(replica.process)
             if replica.process.poll() is not None:
                 raise self._death_of(replica)
 
     def _death_of(self, replica: _Replica) -> ServerDied:
-        pid, code = replica.pid or replica.process.pid, replica.process.returncode
-        return ServerDied(replica.number, pid, code, replica.log_file, self._spec.key)
+        pid, ended = replica.pid or replica.process.pid, how_it_ended(replica.process.returncode)
+        return ServerDied(f"SGLang replica {replica.number} (pid {pid}) {ended}; {self._log_end(replica)}")
+
+    def _log_end(self, replica: _Replica) -> str:
+        return f"last lines of {replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"
 
     def lives(self) -> dict[str, int]:
         """The address of each replica that answers and is not being restarted, with the number of its life."""
@@ -215,12 +194,9 @@ class ServerFleet:
         return bool(ended)
 
     def restart_ended(self, most: int) -> list[ServerDied]:
-        """Restart every replica that has ended, at its port and on its GPUs. Returns how they ended. The log of the
-        previous life is kept beside the new one.
-
-        Raises:
-            ServerDied: more than ``most`` have ended, or one of them has shares on other nodes.
-        """
+        """Restart every replica that has ended, at its port and on its GPUs. Returns how they ended. The log
+        of the previous life is kept beside the new one. Raises ServerDied: more than ``most`` have ended, or
+        one of them has shares on other nodes."""
         deaths = []
         ended = [i for i, replica in enumerate(self._replicas) if replica.process.poll() is not None]
         for i in ended:
@@ -258,11 +234,8 @@ class ServerFleet:
         return _version_of(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S) is None
 
     def look_at_restarted(self) -> list[int]:
-        """The numbers of the restarted replicas that have become healthy.
-
-        Raises:
-            TimeoutError: one takes longer than ``rollout.server_start_timeout_s``.
-        """
+        """The numbers of the restarted replicas that have become healthy. Raises TimeoutError: one takes
+        longer than ``rollout.server_start_timeout_s``."""
         limit_s, healthy = self._spec.config.rollout.server_start_timeout_s, []
         for replica in self._replicas:
             if replica.starting_since is None:
@@ -272,17 +245,14 @@ class ServerFleet:
                 healthy.append(replica.number)
             elif time.monotonic() - replica.starting_since > limit_s:
                 raise TimeoutError(
-                    f"SGLang replica {replica.number} was restarted, and was not ready after {limit_s:g} s. Last lines of "
-                    f"{replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"
+                    f"SGLang replica {replica.number} was restarted, and was not ready after {limit_s:g} s; "
+                    f"{self._log_end(replica)}"
                 )
         return healthy
 
     def stop(self) -> None:
-        """End every replica by ``end_watched``. May be called twice.
-
-        Raises:
-            RuntimeError: a process survived SIGKILL.
-        """
+        """End every replica by ``end_watched``. May be called twice. Raises RuntimeError: a process survived
+        SIGKILL."""
         replicas, self._replicas = self._replicas, []
         try:
             end_watched([replica.process for replica in replicas])

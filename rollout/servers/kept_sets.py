@@ -9,9 +9,11 @@ returns both for any request with a finite top_k.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Self
 
 import numpy as np
 
+from configs.schema.rollout import RolloutConfig
 from rollout.client import GenerationError
 from rollout.records import COUNTS, LOGPROBS, TOKEN_IDS
 
@@ -26,6 +28,12 @@ class Truncation:
     top_k: int
     min_p: float
     vocab_size: int
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, vocab_size: int) -> Self | None:
+        """The limits of training samples. None: they come from the full distribution."""
+        limits = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
+        return cls(**limits, vocab_size=vocab_size) if rollout.is_truncated else None
 
     @property
     def sampling_params(self) -> dict[str, float | int]:
@@ -54,12 +62,9 @@ def bytes_per_token(top_k: int) -> int:
 
 
 def decode_kept(meta: Mapping, token_ids: np.ndarray, vocab_size: int) -> Kept:
-    """The kept sets of an answer's ``meta_info``.
-
-    Raises:
-        GenerationError: the answer has none, or not one per token; an id is outside the vocabulary; a set lacks the
-            token that was sampled from it; a log-prob is not finite, or above 0.
-    """
+    """The kept sets of an answer's ``meta_info``. Raises GenerationError: the answer has none, or not one per
+    token; an id is outside the vocabulary; a set lacks the token that was sampled from it; a log-prob is not
+    finite, or above 0."""
     masks, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     if masks is None or values is None:
         raise GenerationError(

@@ -20,12 +20,9 @@ class Ports:
 
 
 def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:
-    """Ports of ``host`` for each replica i of this node: first_port + 2 i (HTTP) and the next one (where ranks
-    meet). If ``first_port`` is None, free ports.
-
-    Raises:
-        ValueError: one of the given ports is taken or out of range, or too few are free.
-    """
+    """Ports of ``host`` for each replica i of this node: first_port + 2 i (HTTP) and the next one (where
+    ranks meet). If ``first_port`` is None, free ports. Raises ValueError: one of the given ports is taken or
+    out of range, or too few are free."""
     if first_port is None:
         return _free_ports(len(replicas), host)
     chosen = [Ports(http=first_port + 2 * i, nccl=first_port + 2 * i + 1) for i in replicas]

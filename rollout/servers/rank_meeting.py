@@ -18,8 +18,7 @@ class RankMeeting:
     Args:
         address: HOST:PORT on the first node of a replica on several nodes; None for a replica on this node.
 
-    Raises:
-        OSError: the first node cannot listen there.
+    Raises OSError: the first node cannot listen there.
     """
 
     def __init__(self, share: ServerShare, address: str | None) -> None:

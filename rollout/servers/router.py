@@ -28,7 +28,7 @@ from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.ports import LOOPBACK, Ports, choose_ports
 from rollout.servers.routing import Experts
-from rollout.servers.watched_process import WatchedProcess, end_watched, how_it_ended, log_tail, start_watched
+from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, start_watched
 
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
@@ -97,7 +97,7 @@ class RouterEnded(RuntimeError):
 
 
 class Router:
-    """A router process: ``start``, ``wait_ready``, and in any case ``stop``; or a context manager, which does all three.
+    """A router process, from now until ``stop``. As a context manager it is ready inside, and stopped on exit.
 
     Args:
         urls: addresses of the servers, which are healthy.
@@ -114,17 +114,17 @@ class Router:
         key: RunKey | None = None,
     ) -> None:
         check_is_installed()
-        self._config, self._urls, self._key = config, list(urls), key
-        self._log_file, self._request_timeout_s = log_file, request_timeout_s
-        (self._ports,) = choose_ports([0], None)
-        self._process: WatchedProcess | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{LOOPBACK}:{self._ports.http}"
+        self._urls, self._key, self._log_file = list(urls), key, log_file
+        (ports,) = choose_ports([0], None)
+        self._port, self.url = ports.http, f"http://{LOOPBACK}:{ports.http}"
+        command = router_command(config, urls, ports=ports, request_timeout_s=request_timeout_s, key=key)
+        # Unlike our clients, the router would connect to the servers through a proxy.
+        environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._process = start_watched(command, log_file=log_file, environment=environment)
 
     def __enter__(self) -> "Router":
-        self.start()
         try:
             self.wait_ready()
         except BaseException:
@@ -134,20 +134,6 @@ class Router:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-    def start(self) -> None:
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        command = router_command(
-            self._config,
-            self._urls,
-            ports=self._ports,
-            request_timeout_s=self._request_timeout_s,
-            key=self._key,
-        )
-        # Unlike our clients, the router would connect to the servers through a proxy.
-        environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
-        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = start_watched(command, log_file=self._log_file, environment=environment)
 
     def wait_ready(self) -> None:
         """Return when the router has found every server healthy.
@@ -167,7 +153,6 @@ class Router:
 
     def poll(self) -> None:
         """Look at the process once. Raises RouterEnded."""
-        assert self._process is not None
         code = self._process.poll()
         if code is not None:
             raise RouterEnded(
@@ -175,17 +160,15 @@ class Router:
             )
 
     def _is_ready(self) -> bool:
-        port, timeout_s = self._ports.http, READY_REQUEST_TIMEOUT_S
-        answer = own_answer(LOOPBACK, port, "/workers", key=self._key, timeout_s=timeout_s)
+        timeout_s = READY_REQUEST_TIMEOUT_S
+        answer = own_answer(LOOPBACK, self._port, "/workers", key=self._key, timeout_s=timeout_s)
         return answer is not None and _healthy_workers(answer) == len(self._urls)
 
     def _log_end(self) -> str:
         return f"last lines of {self._log_file}:\n{log_tail(self._log_file, key=self._key)}"
 
     def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            end_watched([process])
+        end_watched([self._process])
 
 
 def router_command(

@@ -34,13 +34,10 @@ def bytes_per_token(experts: Experts) -> int:
 
 
 def decode_experts(answer: object, experts: Experts, *, rows: int) -> np.ndarray:
-    """uint8 or int16 [rows, L, K]: ids of the K experts of each token in each of the L layers that have experts, from
-    the base64 text of an answer, which has rows of all layers.
-
-    Raises:
-        GenerationError: the answer has none, or another number of rows; an id is none of the model's, or twice in a
-            row; a row of a layer without experts is not zero.
-    """
+    """uint8 or int16 [rows, L, K]: ids of the K experts of each token in each of the L layers that have
+    experts, from the base64 text of an answer, which has rows of all layers. Raises GenerationError: the
+    answer has none, or another number of rows; an id is none of the model's, or twice in a row; a row of a
+    layer without experts is not zero."""
     if not isinstance(answer, str):
         raise GenerationError(
             "the server's answer has no routed experts; start the servers with this config (learner.routing=rollout)"

@@ -39,11 +39,8 @@ def check_temporary_folder() -> None:
 
 
 def check_server_args(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that other fields or the design determine.
-
-    Raises:
-        ValueError: a name has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``.
-    """
+    """Refuse flags in ``server_args`` that other fields or the design determine. Raises ValueError: a name
+    has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``."""
     for name in config.server_args:
         flag = name.replace("_", "-")
         # SGLang also accepts the beginning of a flag.
@@ -57,11 +54,8 @@ def check_server_args(config: RolloutConfig) -> None:
 
 
 def check_flags_exist(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that SGLang's sources do not declare by their full names.
-
-    Raises:
-        ValueError: SGLang has no such flag.
-    """
+    """Refuse flags in ``server_args`` that SGLang's sources do not declare by their full names. Raises
+    ValueError: SGLang has no such flag."""
     sglang_flags = flags_of_sglang() if config.server_args else ()
     for name in config.server_args:
         flag = name.replace("_", "-")
@@ -116,8 +110,7 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
 
 def check_samples_by_seed(config: RolloutConfig, *, cuda: bool) -> None:
     """Refuse SGLang's deterministic mode on CPU: none of its attention backends runs there. Raises ValueError."""
-    named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
-    if named.get("enable-deterministic-inference", False) is not False and not cuda:
+    if config.server_flags.get("enable-deterministic-inference", False) is not False and not cuda:
         raise ValueError(
             "rollout.server_args.enable-deterministic-inference needs NVIDIA GPUs, because the attention backends of this mode run only "
             "there; remove it"
@@ -132,7 +125,7 @@ def check_windows_are_served(
 
     windows: one per layer; empty: no layer has one. Raises ValueError.
     """
-    named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
+    named = config.server_flags
     backend = named.get("attention-backend", ATTENTION_OF_FLOAT32 if config.dtype == "float32" else None)
     if cuda and any(windows) and named.get("decode-attention-backend", backend) == "triton":
         raise ValueError(
@@ -152,10 +145,7 @@ def check_dtype_is_served(config: RolloutConfig, model: Path, *, cuda: bool) -> 
 
 def check_gpus(config: RolloutConfig, first_gpu: int, available: int) -> None:
     """Refuse a config that needs more GPUs than ``available``: one per learner rank and rank of a replica.
-
-    Raises:
-        ValueError: with both numbers and the fix.
-    """
+    Raises ValueError: with both numbers and the fix."""
     needed = first_gpu + config.replicas * config.tp
     if available < needed:
         raise ValueError(

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,12 +132,9 @@ def _arguments(written: str) -> dict[str, Any]:
 def _is_nested_deeper(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
-        level = [inner for outer in level for inner in _values_in(outer)]
-    return any(isinstance(outer, (dict, list)) for outer in level)
-
-
-def _values_in(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        groups = [each for each in level if isinstance(each, (dict, list))]
+        level = [inner for each in groups for inner in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, (dict, list)) for each in level)
 
 
 def _refuse_constant(name: str) -> None:

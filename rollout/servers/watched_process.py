@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,8 @@ def start_watched(
     """Start the watchdog of ``command``, with all output in ``log_file``. Raises OSError."""
     folder = _make_folder()
     try:
-        with open(log_file, "wb", opener=_private_opener) as log:
+        # Only its owner may read the log: it has the server's settings, and the run's key among them.
+        with open(log_file, "wb", opener=partial(os.open, mode=0o600)) as log:
             process = WatchedProcess(
                 # The pipe carries no data: its end of file tells the watchdog that this process is gone.
                 [sys.executable, "-I", str(WATCHDOG), *command],
@@ -80,19 +82,13 @@ def guard_session(*, timeout_s: float, note: Path) -> None:
     subprocess.Popen(command, cwd="/", start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
-def _private_opener(path: str, flags: int) -> int:
-    """Opens a file that only its owner may read: a server's log has its settings, and the run's key among them."""
-    return os.open(path, flags, 0o600)
-
-
 def end_watched(processes: Sequence[WatchedProcess]) -> None:
     """End the groups of all processes by SIGKILL, and remove what they leave in TMPDIR and /dev/shm.
 
     A server has nothing to save. SGLang looks for SIGTERM only every 5 s. Its main process would then take the end
     of its other processes for a crash, and write a crash report into the log of a healthy run.
 
-    Raises:
-        RuntimeError: a process survived SIGKILL.
+    Raises RuntimeError: a process survived SIGKILL.
     """
     members = [_group_members(process.pid) for process in processes]
     left = [shared_memory_of({member.pid for member in group}) for group in members]

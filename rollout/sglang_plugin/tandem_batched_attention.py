@@ -12,6 +12,7 @@ T tokens of the forward pass; of a bucket, after padding: B sequences, Q queries
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,74 +191,83 @@ def with_sink(
     return queries, keys, pad(values, (0, 1, 0, 1)), pad(mask, (0, 1), value=True)
 
 
+_Backend: Any = object  # for type checkers: SGLang's class
+
+
+class Batched(_Backend):
+    """Mixed into SGLang's ``torch_native`` backend: ``attend`` instead of its loops."""
+
+    softmax_of: Callable[..., Tensor] | None = None
+    """See ``make_backend``."""
+    _buckets: list[Bucket] | None = None
+    _sinks: Tensor | None = None
+
+    def init_forward_metadata(self, forward_batch):
+        super().init_forward_metadata(forward_batch)
+        self._buckets = buckets_of(self.req_to_token_pool.req_to_token, forward_batch)
+
+    def forward_decode(self, *arguments, sinks: Tensor | None = None, **options):
+        self._sinks = sinks
+        return super().forward_decode(*arguments, **options)
+
+    def forward_extend(self, *arguments, sinks: Tensor | None = None, **options):
+        self._sinks = sinks
+        return super().forward_extend(*arguments, **options)
+
+    def _run_sdpa_forward_decode(self, *arguments, **options):
+        return self._attended(super()._run_sdpa_forward_decode, True, *arguments, **options)
+
+    def _run_sdpa_forward_extend(self, *arguments, **options):
+        is_causal = bool(options.get("causal"))
+        return self._attended(super()._run_sdpa_forward_extend, is_causal, *arguments, **options)
+
+    def _attended(self, sglangs, is_causal, query, output, k_cache, v_cache, *rest, **options):
+        """sglangs: SGLang's own code, for attention that ``attend`` does not compute."""
+        window, scale = options.get("sliding_window_size"), options.get("scaling")
+        has_more = window is not None or self._sinks is not None
+        is_other = options.get("is_cross_attn") or (has_more and self.softmax_of is not None)
+        if self._buckets is None or is_other or not is_causal:
+            self._require_sglangs()
+            return sglangs(query, output, k_cache, v_cache, *rest, **options)
+        softmax_of = self.softmax_of or scaled_dot_product_attention
+        for bucket in self._buckets:
+            attend(bucket, query, output, k_cache, v_cache, scale, softmax_of, window, self._sinks)
+        return output
+
+    def _require_sglangs(self) -> None:
+        """Raises ValueError if SGLang's own code would compute something else."""
+        if self.softmax_of is not None:
+            what = "model.numerics=aligned: this attention is not plain causal attention, or"
+        elif self._sinks is not None:
+            what = "a model with attention sinks:"
+        else:
+            return
+        raise ValueError(
+            f"{what} a prefill has more than {MAX_PAIRS} pairs of query and key in one sequence; lower "
+            "rollout.server_args.chunked_prefill_size"
+        )
+
+
+def buckets_of(req_to_token: Tensor, forward_batch) -> list[Bucket] | None:
+    """``make_buckets`` of SGLang's batch; None if SGLang's own code must compute its attention."""
+    mode, kv_lens = forward_batch.forward_mode, forward_batch.seq_lens_cpu
+    plain = forward_batch.encoder_lens is None and forward_batch.spec_info is None
+    if not plain or kv_lens is None or not len(kv_lens):
+        return None
+    if mode.is_decode():
+        q_lens = [1] * len(kv_lens)
+    elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
+        q_lens = list(forward_batch.extend_seq_lens_cpu)
+    else:
+        return None
+    return make_buckets(req_to_token, forward_batch.req_pool_indices, kv_lens.tolist(), q_lens)
+
+
 def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
-    """SGLang's ``torch_native`` backend for a model runner, with ``attend`` instead of its loops. With ``softmax_of``
-    it raises a ValueError if it would have to leave an attention to SGLang's own code."""
+    """SGLang's ``torch_native`` backend for a model runner, with ``Batched``. With ``softmax_of`` it raises a ValueError if it
+    would have to leave an attention to SGLang's own code."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    chosen = softmax_of or scaled_dot_product_attention
-
-    class BatchedAttention(TorchNativeAttnBackend):
-        _buckets: list[Bucket] | None = None
-        _sinks: Tensor | None = None
-
-        def init_forward_metadata(self, forward_batch):
-            super().init_forward_metadata(forward_batch)
-            self._buckets = self._buckets_of(forward_batch)
-
-        def _buckets_of(self, forward_batch) -> list[Bucket] | None:
-            mode, kv_lens = forward_batch.forward_mode, forward_batch.seq_lens_cpu
-            plain = forward_batch.encoder_lens is None and forward_batch.spec_info is None
-            if not plain or kv_lens is None or not len(kv_lens):
-                return None
-            if mode.is_decode():
-                q_lens = [1] * len(kv_lens)
-            elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
-                q_lens = list(forward_batch.extend_seq_lens_cpu)
-            else:
-                return None
-            table = self.req_to_token_pool.req_to_token
-            return make_buckets(table, forward_batch.req_pool_indices, kv_lens.tolist(), q_lens)
-
-        def forward_decode(self, *arguments, sinks: Tensor | None = None, **options):
-            self._sinks = sinks
-            return super().forward_decode(*arguments, **options)
-
-        def forward_extend(self, *arguments, sinks: Tensor | None = None, **options):
-            self._sinks = sinks
-            return super().forward_extend(*arguments, **options)
-
-        def _run_sdpa_forward_decode(self, *arguments, **options):
-            return self._attended(super()._run_sdpa_forward_decode, True, *arguments, **options)
-
-        def _run_sdpa_forward_extend(self, *arguments, **options):
-            is_causal = bool(options.get("causal"))
-            return self._attended(super()._run_sdpa_forward_extend, is_causal, *arguments, **options)
-
-        def _attended(self, sglangs, is_causal, query, output, k_cache, v_cache, *rest, **options):
-            """sglangs: SGLang's own code, for attention that ``attend`` does not compute."""
-            window = options.get("sliding_window_size")
-            has_more = window is not None or self._sinks is not None
-            is_other = options.get("is_cross_attn") or (has_more and softmax_of is not None)
-            if self._buckets is None or is_other or not is_causal:
-                self._require_sglangs()
-                return sglangs(query, output, k_cache, v_cache, *rest, **options)
-            for bucket in self._buckets:
-                scale = options.get("scaling")
-                attend(bucket, query, output, k_cache, v_cache, scale, chosen, window, self._sinks)
-            return output
-
-        def _require_sglangs(self) -> None:
-            """Raises ValueError if SGLang's own code would compute something else."""
-            what = None
-            if softmax_of is not None:
-                what = "model.numerics=aligned: this attention is not plain causal attention, or"
-            elif self._sinks is not None:
-                what = "a model with attention sinks:"
-            if what is not None:
-                raise ValueError(
-                    f"{what} a prefill has more than {MAX_PAIRS} pairs of query and key in one sequence; lower "
-                    "rollout.server_args.chunked_prefill_size"
-                )
-
-    return BatchedAttention(runner)
+    backend = type("BatchedAttention", (Batched, TorchNativeAttnBackend), {})(runner)
+    backend.softmax_of = softmax_of
+    return backend

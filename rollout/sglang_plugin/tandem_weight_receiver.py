@@ -295,31 +295,21 @@ class Receiver:
         waiting."""
         received, self._received = self._received, set()  # a transfer that fails starts the count again
         failure = self._look_up(tensors)
-        hashes: list[Tensor] = []
-        under_way: deque[tuple[Callable[[], Tensor], Callable[[], str | None] | None]] = deque()
+        pieces, hashes = list(split(tensors, announced.counts)), []
+        under_way: deque[tuple[Callable[[], Tensor], Callable[[], str | None]]] = deque()
 
-        def finish() -> str | None:
+        def finish() -> None:
+            nonlocal failure
             end, load = under_way.popleft()
             hashes.append(end())
-            return None if load is None else load()
+            failure = load() or failure
 
-        pieces, kind = list(split(tensors, announced.counts)), announced.hash_kind
-        # The hash of other devices needs all bytes of a bucket at once.
-        can_split = self._device.type == "cpu" and kind == "xxh3"
-        memory = way if isinstance(way, FromMemory) and can_split else None
         for number, piece in enumerate(pieces):
-            landing = self._landing_of(piece)
-            if isinstance(landing, Tensor):
-                under_way.append((way.begin(landing, kind), None))
-            elif landing is not None and memory is not None:
-                under_way.append((memory.begin_rows(landing, kind), None))
-            else:
-                flat = self._take(sum(sent.nbytes for sent in piece), number % way.num_begun)
-                under_way.append((way.begin(flat, kind), partial(self._load, flat, piece)))
+            under_way.append(self._begin(piece, number % way.num_begun, announced.hash_kind, way))
             if len(under_way) == way.num_begun:
-                failure = finish() or failure
+                finish()
         while under_way:
-            failure = finish() or failure
+            finish()
         sent_hashes = torch.empty(len(pieces), dtype=torch.int64, device=self._device)
         way.receive(sent_hashes)
         if self._device.type != "cpu":
@@ -335,6 +325,21 @@ class Receiver:
         if announced.is_whole:
             self._derive()
         return self._left_out() if announced.is_whole else None
+
+    def _begin(
+        self, piece: Sequence[Sent], place: int, kind: str, way: Broadcasts | FromMemory
+    ) -> tuple[Callable[[], Tensor], Callable[[], str | None]]:
+        """Begin to receive a bucket. Returns a function that waits for its end and gives its hash, and one to call then, which
+        loads the bucket and returns what failed."""
+        landing = self._landing_of(piece)
+        if isinstance(landing, Tensor):
+            return way.begin(landing, kind), lambda: None
+        # The hash of other devices needs all bytes of a bucket at once.
+        can_split = self._device.type == "cpu" and kind == "xxh3"
+        if landing is not None and can_split and isinstance(way, FromMemory):
+            return way.begin_rows(landing, kind), lambda: None
+        flat = self._take(sum(sent.nbytes for sent in piece), place)
+        return way.begin(flat, kind), partial(self._load, flat, piece)
 
     def _derive(self) -> None:
         """Compute again what SGLang's loader derives from weights: at its end, such as the factors of latent attention's keys

@@ -237,18 +237,12 @@ def random_solution(
 
 
 @lru_cache(maxsize=8192)
-def num_expressions(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> int:
-    """Number of distinct expressions of all the numbers."""
-    return int(Kind.NUMBER in kinds) if len(numbers) == 1 else _outermost_steps(numbers, kinds)[1][-1]
-
-
-@lru_cache(maxsize=8192)
 def _outermost_steps(numbers: Numbers, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
     """Outermost steps (left, operator, right) of the expressions of these kinds, and the cumulative counts of
     these expressions."""
     steps = [(left, operator, right) for left, right in splits(numbers) for operator in _operators(kinds)]
     counts = [
-        num_expressions(left) * num_expressions(right, RIGHT_KINDS[operator])
+        sum(value_counts(left).values()) * sum(value_counts(right, RIGHT_KINDS[operator]).values())
         for left, operator, right in steps
     ]
     return steps, list(accumulate(counts))

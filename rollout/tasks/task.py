@@ -1,6 +1,6 @@
 """A task: prompts to train on and prompts to measure on, tokenised on access."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -90,8 +90,7 @@ class LazyPrompts(Sequence[Prompt]):
         or with a message that has further fields, such as tool calls.
         """
         around: dict[tuple, int] = {}
-        for index, item in enumerate(self._items):
-            problem = self._to_problem(item)
+        for index, problem in enumerate(self.problems()):
             shape = () if problem.messages is None else shape_of(problem.prompt)
             if shape not in around:
                 has_more = any(len(fields) > 1 for fields in shape)
@@ -102,13 +101,8 @@ class LazyPrompts(Sequence[Prompt]):
     def without(self, indices: Collection[int]) -> "LazyPrompts":
         return self._of([item for index, item in enumerate(self._items) if index not in indices])
 
-    def rows(self) -> list[Mapping[str, Any] | None]:
-        """The records of the prompts, without tokenising any."""
-        return [self._to_problem(item).row for item in self._items]
-
-    def ids(self) -> Iterator[str]:
-        """The ids of the prompts, without tokenising any."""
-        return (self._to_problem(item).prompt_id for item in self._items)
+    def problems(self) -> Iterator[Problem]:
+        return map(self._to_problem, self._items)
 
     def _of(self, items: Sequence) -> "LazyPrompts":
         return LazyPrompts(items, to_problem=self._to_problem, encode=self._encode, where=self._where)
@@ -130,14 +124,18 @@ def longer_than(prompts: Sequence[Prompt], num_tokens: int) -> dict[int, Prompt]
     return {index: prompt for index, prompt in candidates if len(prompt.token_ids) > num_tokens}
 
 
+def _untokenised(prompts: Sequence[Prompt]) -> Iterable[Problem | Prompt]:
+    return prompts.problems() if isinstance(prompts, LazyPrompts) else prompts
+
+
 def rows_of(prompts: Sequence[Prompt]) -> list[Mapping[str, Any] | None]:
     """The data file's record of each prompt; None if it was not kept."""
-    return prompts.rows() if isinstance(prompts, LazyPrompts) else [prompt.row for prompt in prompts]
+    return [prompt.row for prompt in _untokenised(prompts)]
 
 
 def ids_of(prompts: Sequence[Prompt]) -> Iterator[str]:
     """The ids of the prompts; of lazy ones without tokenising any."""
-    return prompts.ids() if isinstance(prompts, LazyPrompts) else (prompt.prompt_id for prompt in prompts)
+    return (prompt.prompt_id for prompt in _untokenised(prompts))
 
 
 def digest_of(prompts: Sequence[Prompt]) -> int:

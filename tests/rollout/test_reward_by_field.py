@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from configs.schema import RunConfig
 from configs.schema.reward import RewardByField
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards.by_field import ScorerByField, check_rewards, scorer_of
-from rollout.rewards.scorer import Scorer, may_read_rows
+from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.tasks import first_problem
 
 OVERLONG = {"type": "overlong", "buffer_tokens": 4, "weight": 0.5}
@@ -34,7 +33,7 @@ def prompt(source: object) -> Prompt:
 
 def scored(*samples: tuple[object, str, int]) -> list[Score]:
     async def collect() -> list[Score]:
-        async with ScorerByField(CONFIG, max_new_tokens=8) as scorer:
+        async with Scorer(CONFIG, max_new_tokens=8) as scorer:
             return [
                 await scorer.score(prompt(source), text, num_tokens=n, finish_reason=FinishReason.STOP)
                 for source, text, n in samples
@@ -80,16 +79,12 @@ def test_a_record_without_a_source_is_named():
     nowhere = Prompt(prompt_id="p", token_ids=[1], text="?", reference="1", row={})
     with pytest.raises(ValueError, match=r"no field `extra\.source`"):
         asyncio.run(
-            ScorerByField(CONFIG, max_new_tokens=8).score(
-                nowhere, "", num_tokens=1, finish_reason=FinishReason.STOP
-            )
+            Scorer(CONFIG, max_new_tokens=8).score(nowhere, "", num_tokens=1, finish_reason=FinishReason.STOP)
         )
 
 
-def test_one_entrance_for_all_rewards():
-    assert isinstance(scorer_of(CONFIG, max_new_tokens=8), ScorerByField) and may_read_rows(CONFIG)
-    assert isinstance(scorer_of(CONFIG.rewards["7"], max_new_tokens=8), Scorer)
-    assert not may_read_rows(CONFIG.rewards["7"])
+def test_the_field_is_read_from_the_rows():
+    assert may_read_rows(CONFIG) and not may_read_rows(CONFIG.rewards["7"])
 
 
 def test_a_function_is_tried_on_the_first_problem_of_its_source(tmp_path, monkeypatch):
@@ -105,10 +100,10 @@ def test_a_function_is_tried_on_the_first_problem_of_its_source(tmp_path, monkey
         task={"type": "jsonl", "train_path": "data.jsonl"},
         reward={"type": "by_field", "field": "kind", "rewards": {"a": function, "b": {"type": "gsm8k"}}},
     )
-    check_rewards(config.reward, lambda kind: first_problem(config.task, ("kind", kind)), print)
+    check_reward(config.reward, lambda kind: first_problem(config.task, ("kind", kind)), print)
     wrong = RewardByField(type="by_field", field="kind", rewards={"b": function})
     with pytest.raises(ValueError, match=r"reward\.rewards\.b\.function: .* raised AssertionError"):
-        check_rewards(wrong, lambda kind: first_problem(config.task, ("kind", kind)), print)
+        check_reward(wrong, lambda kind: first_problem(config.task, ("kind", kind)), print)
     with pytest.raises(ValueError, match="holds no records"):
         first_problem(config.task, ("kind", "c"))
 

@@ -273,8 +273,8 @@ def test_a_reward_model_reads_all_messages_of_the_data(chat_tokenizer):
     messages = tuple(
         {"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))
     )
-    model = RewardModel(ModelReward(urls=("http://a",), text=ChatText(tokenizer=chat)))
-    assert model._make_item("3", "4", reference="4", messages=messages).text == "(1)2(3)4"
+    model = RewardModel(ModelReward(urls=("http://a",), protocol="json", text=ChatText(tokenizer=chat)))
+    assert model._make_item("3", "4", reference="4", messages=messages)["text"] == "(1)2(3)4"
 
 
 def test_a_tokenizer_without_a_template_or_a_folder_is_refused(chat_tokenizer, tmp_path):

@@ -527,7 +527,7 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
         "inf": "is -inf, which is not finite",
         "huge": "OverflowError",
         "beyond": r"the reward is 1e\+39, and float32 ends at 3.40282e\+38",
-        "none": "must be a number, not <class 'NoneType'>",
+        "none": "must be a number, not NoneType None",
         "text": "must be a number, not str '1'",
         "bad part": "part 'style' is nan",
         "bad parts": "must be a dict",
@@ -864,7 +864,7 @@ def tried(name: str, **changes) -> list[str]:
     config = FunctionReward(function=f"{changes.pop('module', 'tried')}:{name}", **changes)
     check_reward(
         config,
-        lambda: Problem(prompt_id="i", text="the prompt", reference="the reference", row={"level": 2}),
+        lambda source: Problem(prompt_id="i", text="the prompt", reference="the reference", row={"level": 2}),
         told.append,
     )
     return told
@@ -884,7 +884,7 @@ def trial(tmp_path, monkeypatch) -> Path:
     [
         (
             "none",
-            r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite",
+            r"reward.function: scoring an ordinary response .* not NoneType None \(tried.py:5 in none\); return a finite",
         ),
         ("nan", r"the reward is nan, which is not finite \(tried.py:8 in nan\); return a finite number"),
         ("awaited", r"not str '1' \(tried.py:11 in awaited\)"),

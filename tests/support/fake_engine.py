@@ -28,7 +28,6 @@ def single_turns(tokenizer: Any, scorer: Any, *, max_new_tokens: int, stop: int 
     """What makes samples of single responses, scored by ``scorer``."""
     return SingleTurns(
         texts=Texts(tokenizer=tokenizer, end_token_ids=frozenset([stop]), vocab_size=2**31),
-        stop_token_ids=[stop],
         max_new_tokens=max_new_tokens,
         score=scorer.score,
     )

@@ -76,7 +76,7 @@ def load(part: Part, path: str) -> Callable:
 
 def check_signature(part: Part, own: OwnFunction) -> None:
     """Raises ValueError if the function cannot be called with its arguments and settings."""
-    if problem := call_problem(own, load(part, own.function), part.given, part.further):
+    if problem := call_problem(load(part, own.function), part.given, part.further, own.settings):
         raise broken(part, own, problem)
 
 

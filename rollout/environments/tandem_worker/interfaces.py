@@ -82,7 +82,7 @@ class MessageAdapter(Adapter, abc.ABC):
 
     @abc.abstractmethod
     def step(self, message):
-        """See ``answered``."""
+        """The fields of ``processes.Stepped``."""
 
     def reset_with(self, problem):
         """Call reset() with the fields of the problem and its row that it has parameters for."""
@@ -98,16 +98,6 @@ class MessageAdapter(Adapter, abc.ABC):
                 f"has a parameter {missing[0]!r}, but the problem has only {', '.join(sorted(fields))}",
             )
         return self.call(self.made.reset, **{p.name: fields[p.name] for p in parameters if p.name in fields})
-
-    def answered(self, messages, reward=None, done=False, parts=None, calls=0, errors=0):
-        return {
-            "messages": messages,
-            "reward": reward,
-            "done": done,
-            "parts": parts or {},
-            "tool_calls": calls,
-            "tool_errors": errors,
-        }
 
     def messages_of(self, method, messages):
         if not isinstance(messages, list) or not all(is_message(message) for message in messages):
@@ -135,7 +125,7 @@ class MessageAdapter(Adapter, abc.ABC):
         return {name: self.number_of(value, f"part {name!r}") for name, value in parts.items()}
 
     def run_tools(self, message, functions):
-        """``answered``, with the answers to the calls of a message."""
+        """The answers to the calls of a message, as ``step`` gives them."""
         messages, errors = [], 0
         for call in message["tool_calls"]:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -143,7 +133,7 @@ class MessageAdapter(Adapter, abc.ABC):
             errors += failed
             answer = {"role": "tool", "tool_call_id": call["id"], "name": readable(name)}
             messages.append({**answer, "content": readable(content)})
-        return self.answered(messages, calls=len(messages), errors=errors)
+        return {"messages": messages, "tool_calls": len(messages), "tool_errors": errors}
 
     def _run_tool(self, functions, name, arguments):
         function = functions.get(name)
@@ -214,8 +204,8 @@ class Chat(MessageAdapter):
                 "step", "returned no messages, and done is False, so the policy has nothing to answer"
             )
         reward = None if reward is None else self.number_of(reward, "reward")
-        calls = len(message.get("tool_calls") or ())
-        return self.answered(messages, reward, done, self.parts_of(*parts) if parts else {}, calls=calls)
+        parts, calls = self.parts_of(*parts) if parts else {}, len(message.get("tool_calls") or ())
+        return {"messages": messages, "reward": reward, "done": done, "parts": parts, "tool_calls": calls}
 
 
 class Text(MessageAdapter):
@@ -242,9 +232,8 @@ class Text(MessageAdapter):
         if not isinstance(info, dict):
             raise self.unusable("step", f"returned {short(info)} as info; return a dict")
         messages = [] if text is None else [{"role": "user", "content": text}]
-        return self.answered(
-            messages, self.number_of(reward, "reward"), done, self.parts_of(info.get(PARTS, {}))
-        )
+        reward, parts = self.number_of(reward, "reward"), self.parts_of(info.get(PARTS, {}))
+        return {"messages": messages, "reward": reward, "done": done, "parts": parts}
 
 
 class Tools(MessageAdapter):
@@ -279,7 +268,7 @@ class Tools(MessageAdapter):
         reward = getattr(self.made, "reward", None)
         reward = self.call(reward) if callable(reward) else reward
         reward = None if reward is None else self.number_of(reward, "reward", "reward")
-        return self.answered([], reward, True)
+        return {"messages": [], "reward": reward, "done": True}
 
 
 class Tokens(Adapter):

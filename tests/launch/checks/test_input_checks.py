@@ -734,7 +734,10 @@ def test_the_default_of_several_templates_is_taken(tmp_path):
     template(
         [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     )()
-    assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"
+    assert (
+        TokenizerFiles(tmp_path / "model").apply_chat_template([{"role": "user", "content": "hello"}])
+        == "hello"
+    )
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "additional_chat_templates"])
@@ -793,7 +796,10 @@ def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
     template(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     )()
-    assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"
+    assert (
+        TokenizerFiles(tmp_path / "model").apply_chat_template([{"role": "user", "content": "hello"}])
+        == "hello"
+    )
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_one_turn_of_an_environment_is_a_single_turn():
         context.observe(problem.token_ids)
         return Outcome.of(await context.score(context.decode(await context.act())))
 
-    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
+    plain = SingleTurns(texts=TEXTS, max_new_tokens=6, score=score_by_length)
     seeds = range(20)
     assert group_of(sample(episodes(one_turn), seeds=seeds)) == group_of(sample(plain, seeds=seeds))
 
@@ -110,7 +110,7 @@ def test_a_failed_reward_of_a_single_turn_is_no_score_like_that_of_an_episode():
         context.observe(problem.token_ids)
         return Outcome.of(await context.score(context.decode(await context.act())))
 
-    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=fails_for_long_answers)
+    plain = SingleTurns(texts=TEXTS, max_new_tokens=6, score=fails_for_long_answers)
     played, seeds = episodes(one_turn), range(20)
     played._score = fails_for_long_answers
     of_episodes, of_single_turns = sample(played, seeds=seeds), sample(plain, seeds=seeds)
@@ -508,7 +508,7 @@ def test_a_turn_whose_prompt_the_servers_do_not_take_ends_its_episode_alone(refu
 
 
 def test_a_prompt_that_the_servers_do_not_take_is_not_scored():
-    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
+    plain = SingleTurns(texts=TEXTS, max_new_tokens=6, score=score_by_length)
     made = sample(plain, engine=FakeEngine(longest_prompt=2))
     for one in made:
         assert (one.status, one.reward, one.sequence.turns) == (Status.TOKEN_LIMIT, None, [])

@@ -53,9 +53,8 @@ class TestChat:
 
         env = INTERFACES["chat"](Guess())
         assert env.reset(PROBLEM) == [{"role": "user", "content": "2+3?"}]
-        assert env.step(answer("5")) == {
-            "messages": [], "reward": 1.0, "done": True, "parts": {"short": 1.0}, "tool_calls": 0, "tool_errors": 0,
-        }  # fmt: skip
+        stepped = {"messages": [], "reward": 1.0, "done": True, "parts": {"short": 1.0}, "tool_calls": 0}
+        assert env.step(answer("5")) == stepped
 
     @pytest.mark.parametrize(
         ("returned", "kind", "message"),
@@ -98,7 +97,7 @@ class TestChat:
         stepped = env.step(answer("", ("add", {"a": 2}), ("add", {"a": 2, "b": 5})))
         assert [m["content"] for m in stepped["messages"]] == ["3", "7"]
         assert [m["tool_call_id"] for m in stepped["messages"]] == ["c0", "c1"]
-        assert (stepped["reward"], stepped["done"], stepped["tool_calls"]) == (None, False, 2)
+        assert stepped["tool_calls"] == 2 and not stepped.keys() & {"reward", "done"}
         assert env.step(answer("no call"))["reward"] == 0.5
 
         written = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import RunConfig
-from configs.schema.launch import EvaluationConfig
+from configs.schema.launch import EvaluationConfig, TrackingConfig
 from configs.schema.reward import ModelReward
 from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.sampler import MixtureOrder
@@ -148,6 +148,7 @@ def make_sampler(
 ) -> GroupSampler:
     scorer, client = scorer or LengthScorer(), engine or FakeEngine()
     samples = single_turns(tokenizer, scorer, max_new_tokens=6)
+    rollout = RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout)
     return GroupSampler(
         client=client,
         evaluation_client=evaluation_client or client,
@@ -160,11 +161,13 @@ def make_sampler(
         ),
         samples=samples,
         scorer=scorer,
-        rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
-        evaluation=evaluation or EvaluationConfig(),
-        kept_problems=kept_problems,
-        seed=seed,
         order=order or (lambda epoch: epoch_order(num_train, seed=seed, epoch=epoch)),
+        config=RunConfig.model_construct(
+            rollout=rollout,
+            evaluation=evaluation or EvaluationConfig(),
+            tracking=TrackingConfig(evaluation_problems=kept_problems),
+            seed=seed,
+        ),
     )
 
 

@@ -57,7 +57,6 @@ def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path, monkeypatch
     router = Router(
         RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "router.log", request_timeout_s=60
     )
-    router.start()
     started = psutil.Process(router._process.pid)
     try:
         with pytest.raises(

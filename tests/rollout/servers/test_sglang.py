@@ -313,7 +313,7 @@ def probe_truncated(
     sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
     sampling |= {**truncation.sampling_params, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **REQUEST}
-    replies = asking._post_all("probe", "/generate", body)
+    replies = asking._post("probe", "/generate", body).wait()
     return [parse_completion(reply, Sent.of(prompt, truncation=truncation)) for reply in replies]
 
 
