@@ -568,10 +568,11 @@ def test_a_checkpoint_of_an_older_version_says_nothing_of_the_coefficient():
 def test_the_penalty_and_the_next_coefficient_by_hand():
     batch = random_batch([4, 3], seed=3)
     term = KLInReward(ADAPTIVE)
-    penalty_T, metrics = term.penalty(batch, num_samples=100, total=alone)
+    of_another_rank = torch.tensor([2.0, 3.0], dtype=torch.float64)  # sum of KL, and tokens
+    penalty_T, metrics = term.penalty(batch, num_samples=100, total=lambda sums: sums + of_another_rank)
     kl_T = (batch.old_logprobs_T - batch.ref_logprobs_T) * batch.response_mask_T
     torch.testing.assert_close(penalty_T, 0.1 * kl_T)
-    measured = (kl_T.sum() / batch.response_mask_T.sum()).item()
+    measured = ((kl_T.sum() + 2.0) / (batch.response_mask_T.sum() + 3)).item()
     assert values(metrics) == pytest.approx(
         {"policy/kl_coefficient": 0.1, "policy/kl_in_reward": measured}, rel=1e-6
     )

@@ -69,7 +69,7 @@ class KLInReward:
 
     @property
     def _is_adaptive(self) -> bool:
-        return self.coefficient > 0 and isinstance(self._config.controller, AdaptiveController)
+        return isinstance(self._config.controller, AdaptiveController)
 
     def penalty(
         self, batch: PackedBatch, *, num_samples: int, total: Total, trains_policy: bool = True

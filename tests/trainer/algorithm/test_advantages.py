@@ -493,8 +493,9 @@ def test_kl_to_reference_is_the_estimators_value_on_response_tokens():
         kl_T, torch.where(mask_T, batch.old_logprobs_T - batch.ref_logprobs_T, 0.0), rtol=0, atol=0
     )
     assert (kl_to_reference(batch, "k3")[mask_T] > 0).all()
-    with pytest.raises(ValueError, match="ref_logprobs_T"):
-        kl_to_reference(batch.with_fields(ref_logprobs_T=None), "k1")
+    for missing in ("old_logprobs_T", "ref_logprobs_T"):
+        with pytest.raises(ValueError, match="needs old_logprobs_T and ref_logprobs_T"):
+            kl_to_reference(batch.with_fields(**{missing: None}), "k1")
 
 
 # --- errors

@@ -16,6 +16,7 @@ from trainer.algorithm.aggregation import (
     over_kept,
     units,
 )
+from trainer.ranks.totals import alone
 
 MODES = Mode.__args__
 CONSTANT = 7
@@ -71,6 +72,14 @@ def test_parts_add_up_to_the_mean_of_the_whole(mode, masks, seed, cut):
     )
     assert total == pytest.approx(slow_mean(losses, masks, mode), rel=1e-6, abs=1e-6)
 
+    # Rejection that comes later leaves the mean over what is kept.
+    mask_T, cu_seqlens = pack(masks)
+    keep_T = mask_T & (torch.rand(len(mask_T), generator=generator) < 0.6)
+    counts = count_valid(keep_T, cu_seqlens)
+    kept = aggregation_weights(keep_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts)
+    later, counted = over_kept(whole, keep_T, mask_T, cu_seqlens, mode=mode)
+    torch.testing.assert_close(later * kept_factor([counted]), kept)
+
 
 @settings(max_examples=80, deadline=None)
 @given(masks=masks_strategy, rejected=st.sets(st.integers(0, 80)), seed=st.integers(0, 99))
@@ -110,6 +119,8 @@ def test_by_hand():
     mask_T, cu_seqlens = pack([[False, True, True], [False, False], [True]])
     counts = count_valid(mask_T, cu_seqlens)
     assert counts == GlobalCounts(tokens=3, sequences=2)
+    many = GlobalCounts(tokens=2**24 + 1, sequences=2**24 + 3)  # the first numbers that float32 does not hold
+    assert many.summed(alone) == many
     expected = {
         "token_mean": [0, 1 / 3, 1 / 3, 0, 0, 1 / 3],
         "sequence_mean_token_mean": [0, 1 / 4, 1 / 4, 0, 0, 1 / 2],
@@ -120,6 +131,9 @@ def test_by_hand():
         found = aggregation_weights(mask_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, torch.tensor(weights))
+    for constant, divisor in ((1, 2), (3, 6)):
+        found = aggregation_weights(mask_T, cu_seqlens, mode=MODES[3], constant=constant, counts=counts)
+        torch.testing.assert_close(found, mask_T / divisor)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -159,13 +159,18 @@ def test_parts_add_up_to_the_whole(seed, order, cut):
         ([3.0, 3.0, 3.0], [1.0, 2.0, 4.0], 0.0),
         ([-1.0, -2.0, -4.0], [1.0, 2.0, 4.0], -3.0),
         ([1.0, 2.0, 4.0], [0.1, 0.1, 0.1], None),
+        ([1.0, 2.0, 4.0], [0.0, 0.0, 0.0], None),
+        ([1e-8, 2e-8, 4e-8], [1e-8, 2e-8, 4e-8], 1.0),  # equal is meant relative to the mean
         ([1001.0, 1001.0, 1001.0], [1000.0, 1001.0, 1003.0], 0.0),  # a small spread around a large mean
     ],
 )
 def test_explained_variance_by_hand(old, returns, wanted):
     batch, _ = valued_batch([3], seed=0, mask_T=torch.ones(3, dtype=torch.bool))
     batch = batch.with_fields(values_T=torch.tensor(old), returns_T=torch.tensor(returns))
-    found = explained_variance(values(value_loss(batch, torch.zeros(3), value_clip=None)[1]))
+    metrics = values(value_loss(batch, torch.tensor([0.5, 1.0, 3.0]), value_clip=None)[1])
+    names = ("value_mean", "return_mean", "clip_fraction")
+    assert [metrics[f"critic/{name}"] for name in names] == pytest.approx([1.5, sum(returns) / 3, 0.0])
+    found = explained_variance(metrics)
     assert found is None if wanted is None else found == pytest.approx(wanted, abs=1e-9)
 
 

@@ -58,7 +58,7 @@ from trainer.algorithm.advantages import Advantages, compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
-from trainer.batch.farthest_token import Measure, farthest_token
+from trainer.batch.farthest_token import Measure, _farthest_here, farthest_token
 from trainer.batch.plan import Routing
 from trainer.batch.sharing_out import Division, Share
 from trainer.batch.step_batch import StepBatch, step_batch
@@ -1145,19 +1145,30 @@ def test_the_farthest_token_is_found_on_any_rank_with_its_place_and_both_values(
 
 
 def test_the_farthest_token_is_of_the_newest_version_and_any_nan_is_farther():
-    """Sequences of three and two tokens. The second token, which an older version sampled, is farthest of all."""
-    packed = random_batch([3, 2], seed=1, mask_T=torch.ones(5, dtype=torch.bool))
-    lag_T = torch.tensor([0, 1, 0, 0, 0], dtype=torch.int16)
+    """By hand: a group of one sequence, and one of two episodes, the first of which forked. A token of a prompt differs most,
+    and then one that an older version sampled; neither counts."""
+    mask_T = torch.arange(9) > 0
+    packed = random_batch([3, 2, 2, 2], seed=1, mask_T=mask_T)
+    lag_T = torch.tensor([0, 1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.int16)
     batch = StepBatch(
-        packed=replace(packed, sequence_ids_S=torch.arange(2), lag_T=lag_T), rows=[[[0, 1]]],
-        rewards_S=torch.zeros(2), group_ids_S=torch.tensor([7, 7]), group_sizes=(2,),
+        packed=replace(packed, sequence_ids_S=torch.arange(4), lag_T=lag_T), rows=[[[0, 1, 2, 3]]],
+        rewards_S=torch.zeros(4), group_ids_S=torch.tensor([5, 7, 7, 7]), group_sizes=(1, 3),
+        episode_ids_S=torch.tensor([0, 1, 1, 2]),
     )  # fmt: skip
-    learner_T = packed.rollout_logprobs_T - torch.tensor([0.1, 2.0, 0.5, 0.0, 0.1])
+    learner_T = packed.rollout_logprobs_T - torch.tensor([9.0, 2.0, 0.5, 0.4, 0.0, 0.0, 0.0, 0.0, 0.1])
     found = farthest_token(batch, learner_T, None, "logprob_gap_max")
-    assert found.startswith("group 7, sibling 0, response token 2 (from 0)")
-    learner_T[4] = torch.nan
+    assert found.startswith("group 5, sibling 0, response token 1 (from 0)")
+    learner_T[3] -= 0.2
     found = farthest_token(batch, learner_T, None, "logprob_gap_max")
+    assert found.startswith("group 7, sibling 0, response token 0 (from 0)")
+    learner_T[8] = torch.nan
+    distance, found = _farthest_here(batch, learner_T, "logprob_gap_max")
     assert found.startswith("group 7, sibling 1, response token 1 (from 0): log-prob nan by the learner")
+    assert distance == math.inf, "of several ranks the greatest is taken, and nothing is greater than NaN"
+    none_here = batch.with_fields(lag_T=lag_T.clamp(min=1))
+    assert _farthest_here(none_here, learner_T, "logprob_gap_max") < (0.0, ""), (
+        "any token of another rank is farther"
+    )
 
 
 def own_policy(trajectory: Trajectory) -> Trajectory:

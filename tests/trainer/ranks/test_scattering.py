@@ -84,11 +84,14 @@ def test_a_turn_that_differs_on_one_rank_ends_the_step_on_all(ends):
     """The last rank alone has the token that nobody sampled."""
     shares = shares_of(make_groups([[5, 9, 70, 4]], [[0.0, 1.0, 0.5, 1.0]], seed=0), RANKS)
     (victim,) = shares[-1].trajectories
-    turn = next(turn for turn in victim.turns if turn.end > turn.start)
+    number, turn = next((i, turn) for i, turn in enumerate(victim.turns, 1) if turn.end > turn.start)
     victim.token_ids[turn.start] += 1
     messages = scattered(ends, shares, 1)
     assert len(set(messages)) == 1
-    assert f"prompt {victim.prompt_id}, sibling {victim.sibling_id}: turn" in messages[0]
+    assert (
+        f"prompt {victim.prompt_id}, sibling {victim.sibling_id}: turn {number} has other tokens"
+        in messages[0]
+    )
 
 
 def test_shares_without_trajectories_arrive_too(ends):
