@@ -1,10 +1,11 @@
-"""Wrong arguments of a command, and checks of the folders and pages that it will write."""
+"""Wrong arguments of a command, what a check of a config finds, and checks of the folders and pages to be written."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from configs.loader import Finding
 from launch.processes.run_folder import check_can_be_made
 
 
@@ -19,6 +20,14 @@ def as_bad_input(about: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise BadInput(f"{about}{error}") from error
+
+
+def finding_of(field: str, check: Callable, *arguments: object, **named: object) -> Iterator[Finding]:
+    """The finding of a check, if it raises ValueError."""
+    try:
+        check(*arguments, **named)
+    except ValueError as error:
+        yield field, str(error)
 
 
 def check_new_folder(argument: str, folder: Path) -> None:

@@ -217,8 +217,6 @@ def _run_within(seconds: float, check: str, work: Callable[[], Finding]) -> Find
     thread.start()
     thread.join(seconds)
     if not result:
-        cause = (
-            "the nodes reach each other by TCP (see ports), so look at the interface that the library chose"
-        )
+        cause = "the nodes reach each other by TCP (see ports), so look at the interface of the library"
         return fail(check, f"no answer within {seconds:.0f} s", f"{cause}: set launch.nodes.interface")
     return result[0]

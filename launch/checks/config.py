@@ -5,21 +5,17 @@ only a valid config is compared with the rest.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from configs.loader import Finding, ParsedConfig
-from configs.schema import RunConfig, SftConfig, kind_of
-from configs.schema.environment import ChatEnvironment, TokenEnvironment
-from configs.schema.launch import NodesConfig
-from configs.schema.task import TaskConfig
-from launch.checks.arguments import BadInput, check_new_folder
+from configs.schema import AnyConfig, RunConfig, SftConfig, kind_of
+from launch.checks.arguments import BadInput, check_new_folder, finding_of
 from launch.checks.correction import check_bounds, gap_notes
 from launch.checks.device_memory import memory_problems
 from launch.checks.devices import Device, device_of, gpus_here
 from launch.checks.disk_space import disk_problems
-from launch.checks.findings import finding_of
 from launch.checks.inputs import input_findings
 from launch.checks.model_files import check_tools_template
 from launch.checks.models import check_models, has_model_configs
@@ -28,18 +24,8 @@ from launch.processes.placement import check_placement
 from launch.processes.run_folder import check_can_be_made
 from parallel.planning.architecture import architecture_of
 from parallel.planning.layout import check_served_on_cpu
+from rollout.servers import served
 from rollout.servers.ports import choose_ports
-from rollout.servers.served import (
-    check_dtype_is_served,
-    check_flags_exist,
-    check_gpus,
-    check_has_kernels,
-    check_numerics_device,
-    check_samples_by_seed,
-    check_server_args,
-    check_temporary_folder,
-    check_windows_are_served,
-)
 from trainer.tracking.publisher import missing_package, services_of
 
 if TYPE_CHECKING:
@@ -80,16 +66,16 @@ def load_checked(
             f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {kind_of(kind)}"
         )
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
-    notes: list[str] = []
+    trains, notes = not {"learn", "sft-rank"}.isdisjoint(runs), list[str]()
     if is_here and "learn" in runs:
         parsed = _with_placement(config, parsed, notes)
         config = parsed.validated()
     parsed, size_errors = _with_data_parallel_size(config, parsed)
 
-    def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
+    def check(config: AnyConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
             yield "launch.nodes", f"one machine cannot run a config with launch.nodes; {instead_of_nodes}"
-        model_errors = [*size_errors, *check_models(config, trains="learn" in runs or "sft-rank" in runs)]
+        model_errors = [*size_errors, *check_models(config, trains=trains)]
         yield from model_errors
         yield from input_findings(config, notes)
         notes.extend(gap_notes(config))
@@ -104,7 +90,7 @@ def load_checked(
         if runs and not size_errors:
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _check_devices(config, runs, device, is_here=is_here, fits_model=not model_errors)
-        if is_here and {"learn", "sft-rank"} & {*runs} and not model_errors and has_model_configs(config):
+        if is_here and trains and not model_errors and has_model_configs(config):
             yield from disk_problems(config, notes)
         if gpu_memory is None and getattr(config, "resume", None) is None:
             runs_dir = config.launch.runs_dir
@@ -128,7 +114,7 @@ def check_services(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
 # launch.placement = auto, layout.dp = auto
 
 
-def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: list[str]) -> ParsedConfig:
+def _with_placement(config: AnyConfig, parsed: ParsedConfig, notes: list[str]) -> ParsedConfig:
     """``parsed``, with ``launch.placement=colocated`` if this machine has too few GPUs for separate placement."""
     if not isinstance(config, RunConfig) or config.launch.placement != "auto" or config.rollout.max_staleness:
         return parsed
@@ -143,29 +129,22 @@ def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: 
     return parsed.with_overrides(["launch.placement=colocated"], where="launch.placement=auto")
 
 
-def _with_data_parallel_size(
-    config: RunConfig | SftConfig, parsed: ParsedConfig
-) -> tuple[ParsedConfig, list[Finding]]:
+def _with_data_parallel_size(config: AnyConfig, parsed: ParsedConfig) -> tuple[ParsedConfig, list[Finding]]:
     """(``parsed`` with a number instead of ``layout.dp=auto``, errors). With errors ``parsed`` is unchanged."""
     if config.layout.dp != "auto":
         return parsed, []
-    nodes = config.launch.nodes if isinstance(config, RunConfig) else None
+    nodes, size = config.launch.nodes, config.layout.smallest().world_size
+    if nodes is not None and isinstance(config, RunConfig):
+        gpus = nodes.learner * nodes.gpus_per_node
+    elif gpus := gpus_here():
+        if isinstance(config, RunConfig) and not config.launch.takes_turns:
+            gpus -= config.rollout.replicas * config.rollout.tp
+        gpus = max(gpus - gpus % size, size)
     try:
-        layout = config.layout.resolved(_learner_gpus(config, nodes) or config.layout.smallest().world_size)
+        layout = config.layout.resolved(gpus or size)
     except ValueError as error:
         return parsed, [("layout.dp", str(error))]
     return parsed.with_overrides([f"layout.dp={layout.dp}"], where="layout.dp=auto"), []
-
-
-def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> int:
-    """GPUs of the learner; 0 if everything runs on CPU."""
-    if nodes is not None:
-        return nodes.learner * nodes.gpus_per_node
-    available, size = gpus_here(), config.layout.smallest().world_size
-    free = available
-    if isinstance(config, RunConfig) and not config.launch.takes_turns:
-        free -= config.rollout.replicas * config.rollout.tp
-    return max(free - free % size, size) if available else 0
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -175,8 +154,8 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
 def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
     yield from check_bounds(config)
-    owned = [*finding_of("rollout.server_args", check_server_args, config.rollout)]
-    yield from owned or finding_of("rollout.server_args", check_flags_exist, config.rollout)
+    owned = [*finding_of("rollout.server_args", served.check_server_args, config.rollout)]
+    yield from owned or finding_of("rollout.server_args", served.check_flags_exist, config.rollout)
     if config.rollout.router is not None and "sample" in runs:
         from rollout.servers.router import check_is_installed
 
@@ -185,25 +164,13 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         from rollout.rewards.scorer import check_reward
 
         field = "reward.function" if config.reward_type.type == "function" else "reward"
-        first_problem = partial(_problem_of_source, config)
-        yield from finding_of(field, check_reward, config.reward_type, first_problem, _print_comment)
+        example = partial(_example, config)
+        yield from finding_of(field, check_reward, config.reward_type, example, _print_comment)
     if runs != EVALUATION:
         from launch.checks.own_parts import check_own_parts
 
-        yield from check_own_parts(config, _print_comment, partial(_first_row, config.task))
-    if config.environment.type == "agent":
-        from rollout.environments.agent_template import check_agent
-
-        yield from finding_of("environment.command", check_agent, config.environment, config.key_variables)
-    elif config.environment.type == "openenv":
-        from rollout.environments.openenv import check_openenv
-        from rollout.environments.template_probes import EXAMPLE_TOOL
-
-        yield from finding_of("environment", check_openenv, config.environment)
-        if config.environment.interface == "tools" and config.environment.template == "chat":
-            yield from check_tools_template(config, [EXAMPLE_TOOL])  # its own are known once a server is up
-    elif config.environment.type != "single_turn":
-        yield from _check_environment(config, config.environment)
+        yield from check_own_parts(config, _print_comment, lambda: getattr(_example(config), "row", None))
+    yield from _check_environment(config)
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", error) for error in resume_problems(config, config.resume, _print_comment))
     if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
@@ -211,41 +178,42 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         yield "task.heldout_path", f"{error}; name a file of them"
 
 
-def _check_environment(
-    config: RunConfig, environment: ChatEnvironment | TokenEnvironment
-) -> Iterator[Finding]:
-    from rollout.environments.processes import check_environment
+def _check_environment(config: RunConfig) -> Iterator[Finding]:
+    environment = config.environment
+    if environment.type == "agent":
+        from rollout.environments.agent_template import check_agent
 
-    try:
-        ready = check_environment(environment, _print_comment, config.key_variables)
-    except ValueError as error:
-        yield "environment.environment", str(error)
-        return
-    if ready.tools and isinstance(environment, ChatEnvironment) and environment.template == "chat":
-        yield from check_tools_template(config, ready.tools)
+        yield from finding_of("environment.command", check_agent, environment, config.key_variables)
+    elif environment.type == "openenv":
+        from rollout.environments.openenv import check_openenv
+        from rollout.environments.template_probes import EXAMPLE_TOOL
+
+        yield from finding_of("environment", check_openenv, environment)
+        if environment.interface == "tools" and environment.template == "chat":
+            yield from check_tools_template(config, [EXAMPLE_TOOL])  # its own are known once a server is up
+    elif environment.type != "single_turn":
+        from rollout.environments.processes import check_environment
+
+        try:
+            ready = check_environment(environment, _print_comment, config.key_variables)
+        except ValueError as error:
+            yield "environment.environment", str(error)
+            return
+        if ready.tools and getattr(environment, "template", None) == "chat":
+            yield from check_tools_template(config, ready.tools)
 
 
-def _problem_of_source(config: RunConfig, source: str | None) -> "Problem | None":
-    reward = config.reward_type
-    return _first_problem(
-        config.task, (reward.field, source) if source and reward.type == "by_field" else None
-    )
-
-
-def _first_problem(task: TaskConfig, of: tuple[str, str] | None = None) -> "Problem | None":
-    """A problem to try a reward on, one of a source (``first_problem``). None if the task's file has none, or is missing or
-    broken, which another check reports."""
+def _example(config: RunConfig, source: str | None = None) -> "Problem | None":
+    """A problem to try a function on, one of the source if rewards go by sources. None if the task's file has none, or is
+    missing or broken, which another check reports."""
     from rollout.tasks import first_problem
 
+    reward = config.reward_type
+    of = (reward.field, source) if source and reward.type == "by_field" else None
     try:
-        return first_problem(task, of)
+        return first_problem(config.task, of)
     except (ValueError, OSError):
         return None
-
-
-def _first_row(task: TaskConfig) -> "Mapping[str, Any] | None":
-    problem = _first_problem(task)
-    return None if problem is None else problem.row
 
 
 def _print_comment(text: str) -> None:
@@ -270,34 +238,36 @@ def _check_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
 
 
 def _check_devices(
-    config: RunConfig | SftConfig, runs: Sequence[str], device: Device, *, is_here: bool, fits_model: bool
+    config: AnyConfig, runs: Sequence[str], device: Device, *, is_here: bool, fits_model: bool
 ) -> Iterator[Finding]:
     if is_here:
         yield from _check_gpus(config, runs)
         if "serve" in runs:
-            yield from finding_of("rollout", check_temporary_folder)
-    is_cuda = device.kind == "cuda"
+            yield from finding_of("rollout", served.check_temporary_folder)
+    cuda = device.kind == "cuda"
     if isinstance(config, RunConfig) and "serve" in runs:
         rollout, model = config.rollout, config.model
-        yield from finding_of("rollout.quantization", check_has_kernels, rollout, cuda=is_cuda)
-        yield from finding_of("rollout.dtype", check_dtype_is_served, rollout, model.path, cuda=is_cuda)
-        yield from finding_of("model.numerics", check_numerics_device, model, cuda=is_cuda)
-        yield from finding_of("rollout.server_args", check_samples_by_seed, rollout, cuda=is_cuda)
+        yield from finding_of("rollout.quantization", served.check_has_kernels, rollout, cuda=cuda)
+        yield from finding_of("rollout.dtype", served.check_dtype_is_served, rollout, model.path, cuda=cuda)
+        yield from finding_of("model.numerics", served.check_numerics_device, model, cuda=cuda)
+        yield from finding_of("rollout.server_args", served.check_samples_by_seed, rollout, cuda=cuda)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and has_model_configs(config):
         yield from memory_problems(config, device, runs)
         if isinstance(config, RunConfig) and "serve" in runs:
             architecture = architecture_of(config.model.path)
-            if not is_cuda:
+            if not cuda:
                 has_plugin = config.rollout.sglang_plugin
                 yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
             field = "rollout.dtype" if config.rollout.dtype == "float32" else "rollout.server_args"
             of_model = (architecture.model_type, architecture.windows)
-            yield from finding_of(field, check_windows_are_served, config.rollout, *of_model, cuda=is_cuda)
+            yield from finding_of(
+                field, served.check_windows_are_served, config.rollout, *of_model, cuda=cuda
+            )
 
 
-def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:
+def _check_gpus(config: AnyConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Whether this machine has enough GPUs; a machine without any runs everything on CPU."""
     available, ranks = gpus_here(), config.layout.world_size
     if not available:
@@ -307,7 +277,7 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
         yield from finding_of("layout", check_learner_gpus, ranks, available)
     if isinstance(config, RunConfig) and "serve" in runs:
         first_gpu = ranks if "learn" in runs and not shares else 0
-        yield from finding_of("rollout.replicas", check_gpus, config.rollout, first_gpu, available)
+        yield from finding_of("rollout.replicas", served.check_gpus, config.rollout, first_gpu, available)
 
 
 def check_learner_gpus(needed: int, available: int) -> None:

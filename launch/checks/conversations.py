@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from configs.loader import Finding
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema.run import JsonlSftData
 from configs.schema.task import Gsm8kTask, JsonlTask
 from launch.checks.model_files import open_tokenizer, reward_tokenizers, template_error
@@ -23,11 +23,7 @@ _ANSWER = {"role": "assistant", "content": "12"}
 
 
 def check_conversations(
-    field: str,
-    survey: "Survey",
-    tokenizer: "Tokenizer | None",
-    config: RunConfig | SftConfig,
-    ends: Sequence[int] = (),
+    field: str, survey: "Survey", tokenizer: "Tokenizer | None", config: AnyConfig, ends: Sequence[int] = ()
 ) -> Iterator[Finding]:
     """Render the first conversation of each shape, as the policy and a reward model will read it. The first error of
     each template is a finding."""
@@ -88,7 +84,7 @@ def _response_error(
     prompt: "DataPrompt",
     response: "str | Message",
     ends: Sequence[int],
-    config: RunConfig | SftConfig,
+    config: AnyConfig,
 ) -> str | None:
     """Why the template cannot render the assistant's message after the prompt, or cannot render earlier ones so that they can
     be learned."""
@@ -96,18 +92,12 @@ def _response_error(
 
     if isinstance(response, str) or not ends:
         return None
-    arguments = config.model.chat_template_kwargs
+    given: Any = {"chat_template_kwargs": config.model.chat_template_kwargs}
     try:
-        encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)
+        encode_response(tokenizer, prompt, response, ends, **given)
         if isinstance(config, SftConfig) and config.learns_all_turns:
-            ids = encode_prompt(
-                tokenizer,
-                prompt,
-                system_prompt=None,
-                apply_chat_template=True,
-                chat_template_kwargs=arguments,
-            )
-            find_turns(tokenizer, prompt, ids, ends, chat_template_kwargs=arguments)
+            ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=True, **given)
+            find_turns(tokenizer, prompt, ids, ends, **given)
     except ValueError as error:
         return str(error)
     return None
@@ -127,13 +117,9 @@ def token_counts(
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt, encode_response
 
-    encode = partial(
-        encode_prompt,
-        tokenizer,
-        system_prompt=getattr(data, "system_prompt", None),
-        apply_chat_template=data.apply_chat_template,
-        chat_template_kwargs=arguments,
-    )
+    settings: Any = {"apply_chat_template": data.apply_chat_template, "chat_template_kwargs": arguments}
+    system_prompt = getattr(data, "system_prompt", None)
+    encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, **settings)
     around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, prompt, response in texts:
         are_texts = isinstance(prompt, str) and isinstance(response, str)
@@ -143,14 +129,6 @@ def token_counts(
         num_tokens = len(encode(prompt))
         if response:
             # The end token adds a place, and the last token of a sequence takes none.
-            answer = encode_response(
-                tokenizer,
-                prompt,
-                response,
-                ends,
-                apply_chat_template=data.apply_chat_template,
-                chat_template_kwargs=arguments,
-            )
-            num_tokens += len(answer) - 1
+            num_tokens += len(encode_response(tokenizer, prompt, response, ends, **settings)) - 1
         counts.append((where, num_tokens))
     return counts

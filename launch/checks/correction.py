@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from configs.loader import Finding
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig
 from configs.schema.correction import ImportanceWeight
 
 STALENESS_STUDY = "benchmarks/results/staleness.md"
@@ -31,7 +31,7 @@ def check_bounds(config: RunConfig) -> Iterator[Finding]:
             yield "correction.reject", f"correction.reject: {bounds} leaves out {agreement}"
 
 
-def gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
+def gap_notes(config: AnyConfig) -> Iterator[str]:
     """Warnings if the samples are of another policy than the learner's (they are old, or from coarsely rounded weights or
     numbers), and the correction does not suit that, or does not suit the objective."""
     if not isinstance(config, RunConfig):
@@ -41,9 +41,7 @@ def gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
     has_no_weight = correction.mode == "decoupled" and correction.weight.level == "none"
     if rollout.max_staleness and has_no_weight and not config.correction.rejects:
         text = f"{lags} without a correction trains on older tokens as if they were new"
-        shown = (
-            "in 60 steps at a lag of 4 a model went from 15 to 12 % right, with decoupled_token_is to 24 %"
-        )
+        shown = "in 60 steps at lag 4 a model went from 15 to 12 % right, with decoupled_token_is to 24 %"
         yield f"{text}: {shown} ({STALENESS_STUDY}); set correction.weight, for example correction=decoupled_token_is"
     clips = correction.loss == "objective" and config.policy_objective.type != "policy_gradient"
     if is_coarse and correction.mode == "bypass" and clips:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from configs.errors import counted
 from configs.loader import Finding
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig
 from launch.checks.devices import Device
 from launch.tables import aligned, indented
 from parallel.planning import memory
@@ -55,7 +55,7 @@ class Need:
         return self.learner_total + self.num_server_ranks * self.server_rank_bytes
 
 
-def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Need:
+def need_of(config: AnyConfig, device: Device, runs: Sequence[str]) -> Need:
     """``runs``: the roles that the command starts. Raises ValueError for an unusable model or static share."""
     architecture = architecture_of(config.model.path)
     has_learner = "learn" in runs or "sft-rank" in runs
@@ -86,16 +86,12 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
     )
 
 
-def _stages(
-    config: RunConfig | SftConfig, device: Device, architecture: Architecture
-) -> list[memory.LearnerMemory]:
-    work = work_of_run(config, device.kind, architecture)
-    return [
-        memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
-    ]
+def _stages(config: AnyConfig, device: Device, architecture: Architecture) -> list[memory.LearnerMemory]:
+    work, layout = work_of_run(config, device.kind, architecture), config.layout
+    return [memory.learner_memory(architecture, layout, work, stage) for stage in range(layout.pp)]
 
 
-def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:
+def memory_problems(config: AnyConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:
     """The processes that cannot fit; none if the device's size is unknown. The layouts must fit the models."""
     if device.bytes is None:
         return
@@ -109,13 +105,16 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         yield "layout", f"{error}; {_learner_fix(config, device)}"
     if need.server is not None and isinstance(config, RunConfig):
         yield from _server_findings(config, device, need.server)
-        if need.learner is not None and config.launch.takes_turns:
-            yield from _shared_gpu_findings(device, device.bytes, need.learner, need.server)
+        # Both models are in memory while weights are sent; otherwise one side has the GPU to itself.
+        learner, size = need.learner if config.launch.takes_turns else None, memory.size_text
+        if learner is not None and both_bytes(learner, need.server) > device.bytes:
+            held = f"a learner rank holds {size(learner.lasting + learner.transfer)}"
+            both = f"{held}, beside {size(need.server.weights)} of weights of a server rank"
+            error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
+            yield "launch.placement", f"{error}; set launch.placement=separate, or split both models further"
 
 
-def _machine_finding(
-    config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]
-) -> Finding:
+def _machine_finding(config: AnyConfig, device: Device, need: Need, runs: Sequence[str]) -> Finding:
     parts, size = [], memory.size_text
     if need.learner:
         parts.append(f"{counted(config.layout.world_size, 'learner rank')} {size(need.learner_total)}")
@@ -127,7 +126,7 @@ def _machine_finding(
     return field, f"{error}; use a smaller {smaller}, or plan for GPUs with --dry-run --gpu-memory GIB"
 
 
-def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
+def _most_saving_field(config: AnyConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
     """The field whose reduction saves the most memory; ``model.path`` if none saves half of it."""
     saved = {"model.path": need.on_one_machine // 2}
     if need.learner is not None:
@@ -146,7 +145,7 @@ def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need
     return max(saved, key=lambda field: saved[field])
 
 
-def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMemory) -> str:
+def _learner_need_text(config: AnyConfig, learner: memory.LearnerMemory) -> str:
     budget = "learner.token_budget" if isinstance(config, RunConfig) else "token_budget"
     size = config.learner.token_budget if isinstance(config, RunConfig) else config.token_budget
     layout = config.layout
@@ -155,7 +154,7 @@ def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMem
     return f"with {sizes} the fullest learner rank needs {memory.describe(learner)}"
 
 
-def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
+def _learner_fix(config: AnyConfig, device: Device) -> str:
     architecture = architecture_of(config.model.path)
     layout = "a layout that splits the model further (`tandem plan` lists those that fit)"
     for changes in _smaller(config) if isinstance(config, RunConfig) else ():
@@ -204,19 +203,7 @@ def _server_findings(config: RunConfig, device: Device, server: RolloutMemory) -
     yield "rollout.tp", f"{error}; use a larger rollout.tp, or shorter responses"
 
 
-def _shared_gpu_findings(
-    device: Device, gpu: int, learner: memory.LearnerMemory, server: RolloutMemory
-) -> Iterator[Finding]:
-    """Both models are in memory while weights are sent; otherwise one side has the GPU to itself."""
-    if both_bytes(learner, server) <= gpu:
-        return
-    held, size = learner.lasting + learner.transfer, memory.size_text
-    both = f"a learner rank holds {size(held)}, beside {size(server.weights)} of weights of a server rank"
-    error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
-    yield "launch.placement", f"{error}; set launch.placement=separate, or split both models further"
-
-
-def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> list[str]:
+def memory_lines(config: AnyConfig, device: Device, runs: Sequence[str]) -> list[str]:
     """The itemised memory of the fullest rank of each side, beside that of its device."""
     need, lines = need_of(config, device, runs), []
     if need.learner is not None:

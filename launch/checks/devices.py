@@ -7,15 +7,13 @@ from pathlib import Path
 
 import psutil
 
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig
 from launch.processes.placement import gpus_of_node
 from parallel.planning.memory import GIB, size_text
 from parallel.planning.work import DeviceKind
 
 NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=name,memory.total,memory.used,driver_version",
-    "--format=csv,noheader,nounits",
+    "nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version --format=csv,noheader,nounits"
 )
 NVIDIA_SMI_TIMEOUT_S = 30.0
 ON_GPUS = ("model.dtype=bfloat16", "rollout.dtype=bfloat16")
@@ -38,7 +36,7 @@ class Device:
         return self.name if self.bytes is None else f"{size_text(self.bytes)} of {self.name}"
 
 
-def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
+def device_of(config: AnyConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
     """The device of the run's ranks.
 
     gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it runs here, on
@@ -68,17 +66,13 @@ def gpus_here() -> int:
 
 def ask_gpus() -> list[dict[str, str]]:
     """name, memory and used (MiB) and driver of each GPU, by nvidia-smi; empty if it does not answer."""
-    names = ("name", "memory", "used", "driver")
+    names, command, limit_s = ("name", "memory", "used", "driver"), NVIDIA_SMI.split(), NVIDIA_SMI_TIMEOUT_S
     try:
-        answer = subprocess.run(
-            NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit_s)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [
-        dict(zip(names, (cell.strip() for cell in row), strict=True))
-        for row in csv.reader(answer.stdout.splitlines())
-    ]
+    rows = csv.reader(answer.stdout.splitlines())
+    return [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
 
 
 def _smallest_gpu() -> int | None:

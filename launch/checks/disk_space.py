@@ -15,7 +15,7 @@ from pathlib import Path
 
 from configs.errors import counted
 from configs.loader import Finding
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, SftConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
@@ -54,7 +54,7 @@ class DiskNeed:
         return f"{each if self.checkpoints else ''}the trained model {size_text(self.model)}{there}"
 
 
-def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
+def disk_need(config: AnyConfig) -> DiskNeed:
     """Raises ValueError for a model that cannot be used."""
     policy = architecture_of(config.model.path)
     model = _parameters(policy) * BYTES[config.model.dtype]
@@ -85,7 +85,7 @@ def _checkpoint_bytes(parameters: int, dtype: str, optimizer: OptimizerConfig) -
     return parameters * (BYTES[dtype] + 8 + copy)
 
 
-def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
+def disk_problems(config: AnyConfig, notes: list[str]) -> Iterator[Finding]:
     """An error if there is no space for the next checkpoint and the model; a note if the space may run out later."""
     field, folder = _output_folder(config)
     need, free = disk_need(config), free_bytes(folder)
@@ -99,7 +99,7 @@ def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[F
         notes.append(f"{text.format('up to ' + size_text(need.most))}; {fix}")
 
 
-def disk_lines(config: RunConfig | SftConfig) -> Iterator[str]:
+def disk_lines(config: AnyConfig) -> Iterator[str]:
     """The lines of ``--dry-run``."""
     _, folder = _output_folder(config)
     need, free = disk_need(config), free_bytes(folder)
@@ -107,7 +107,7 @@ def disk_lines(config: RunConfig | SftConfig) -> Iterator[str]:
     yield f"disk, in {folder}: up to {size_text(need.most)}{available}: {need.text}"
 
 
-def _output_folder(config: RunConfig | SftConfig) -> tuple[str, Path]:
+def _output_folder(config: AnyConfig) -> tuple[str, Path]:
     if isinstance(config, SftConfig):
         return "output", config.output
     return ("launch.runs_dir", config.launch.runs_dir) if config.resume is None else ("resume", config.resume)

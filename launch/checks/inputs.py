@@ -8,19 +8,19 @@ imported.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import did_you_mean
 from configs.loader import Finding
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema.reward import CodeReward, RewardByField, rewards_in
 from configs.schema.run import CountdownSftData, JsonlSftData
 from configs.schema.sampler import MixtureOrder
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
+from launch.checks.arguments import finding_of
 from launch.checks.conversations import check_conversations, token_counts
-from launch.checks.findings import finding_of
 from launch.checks.model_files import (
     check_tokenizer,
     check_weights,
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from rollout.tasks import Survey
     from rollout.tokenization import Tokenizer
 
+FileTask = Gsm8kTask | JsonlTask
 _FIRST_LINE_S, _LATER_LINES_S = 2.0, 10.0
 
 
-def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
+def input_findings(config: AnyConfig, notes: list[str]) -> Iterator[Finding]:
     """Errors of the files that the config reads. ``notes`` gets settings that are allowed, but rarely intended."""
     yield from check_weights(config)
     tokenizer = None
@@ -60,9 +61,8 @@ def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[
         yield from _check_task(config, tokenizer, notes)
         evaluation = config.evaluation
         if evaluation.every > config.steps and not evaluation.at_ends:
-            notes.append(
-                f"evaluation: every={evaluation.every} with at_ends=false evaluates nothing in steps={config.steps}"
-            )
+            none = f"every={evaluation.every} with at_ends=false evaluates nothing"
+            notes.append(f"evaluation: {none} in steps={config.steps}")
 
 
 @contextlib.contextmanager
@@ -90,23 +90,8 @@ def reading_progress(path: Path) -> Iterator[Progress]:
 def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str]) -> Iterator[Finding]:
     task = config.task
     if isinstance(task, CountdownTask):
-        from rollout.tasks.countdown import check_problems, long_prompt
-
-        yield from finding_of("task.heldout_fraction", check_problems, task)
-        if tokenizer is not None and (text := long_prompt(task)):
-            tokens = len(tokenizer.encode(text, add_special_tokens=False))
-            limits: dict[str, PromptsOf] = {"rollout.max_new_tokens": "training"}
-            if config.evaluation.max_new_tokens is not None:
-                limits["evaluation.max_new_tokens"] = "held-out"
-            for field, which in limits.items():
-                room = _prompt_room(config, which)
-                if room is not None and tokens > room.tokens:
-                    yield field, room.too_long(f"{which} prompt {text!r}", tokens)
+        yield from _check_countdown(config, task, tokenizer)
         return
-    from rollout.tasks.files import check_field
-
-    reward = config.reward_type
-    read_fields = list(_read_fields(config))
     surveys: dict[str, Survey] = {}
     for field, path in task.files.items():
         if not path.is_file():
@@ -117,18 +102,42 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             yield f"task.{field}", str(error)
             continue
         yield from check_conversations(f"task.{field}", surveys[field], tokenizer, config)
-        if isinstance(reward, RewardByField):
-            yield from _check_rewards_of_sources(reward, f"task.{field}", path, notes)
-        for read, check, source in read_fields:
-            yield from finding_of(f"task.{field}", check_field, path, read, check, of=source)
-        if field == "train_path" and isinstance(config.sampler, MixtureOrder):
-            yield from finding_of("sampler", _check_sources, config.sampler, path)
-        room = _prompt_room(config, "training" if field == "train_path" else "held-out")
-        arguments = config.model.chat_template_kwargs
-        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
+        yield from _check_fields(config, field, path, notes)
+        if tokenizer is not None:
+            yield from _check_lengths(config, task, field, surveys[field], tokenizer, notes)
     notes += _data_notes(surveys, config)
     if task.heldout_path is None and (config.evaluation.every or config.evaluation.at_ends):
         notes.append("evaluation: without task.heldout_path nothing is evaluated")
+
+
+def _check_countdown(
+    config: RunConfig, task: CountdownTask, tokenizer: "Tokenizer | None"
+) -> Iterator[Finding]:
+    from rollout.tasks.countdown import check_problems, long_prompt
+
+    yield from finding_of("task.heldout_fraction", check_problems, task)
+    if tokenizer is None or not (text := long_prompt(task)):
+        return
+    tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    limits: dict[str, PromptsOf] = {"rollout.max_new_tokens": "training"}
+    if config.evaluation.max_new_tokens is not None:
+        limits["evaluation.max_new_tokens"] = "held-out"
+    for field, which in limits.items():
+        room = _prompt_room(config, which)
+        if room is not None and tokens > room.tokens:
+            yield field, room.too_long(f"{which} prompt {text!r}", tokens)
+
+
+def _check_fields(config: RunConfig, field: str, path: Path, notes: list[str]) -> Iterator[Finding]:
+    """Fields of a file's records that rewards and the order of the prompts read."""
+    from rollout.tasks.files import check_field
+
+    if isinstance(config.reward_type, RewardByField):
+        yield from _check_by_source(config.reward_type, f"task.{field}", path, notes)
+    for read, check, source in _read_fields(config):
+        yield from finding_of(f"task.{field}", check_field, path, read, check, of=source)
+    if field == "train_path" and isinstance(config.sampler, MixtureOrder):
+        yield from finding_of("sampler", _check_sources, config.sampler, path)
 
 
 def _read_fields(config: RunConfig) -> Iterator[tuple[str, Callable[[Any], object], tuple[str, str] | None]]:
@@ -148,19 +157,17 @@ def _read_fields(config: RunConfig) -> Iterator[tuple[str, Callable[[Any], objec
             yield config.task.answer_field, of_answers[part.type], source
 
 
-def _check_rewards_of_sources(
-    reward: RewardByField, field: str, path: Path, notes: list[str]
-) -> Iterator[Finding]:
+def _check_by_source(reward: RewardByField, field: str, path: Path, notes: list[str]) -> Iterator[Finding]:
     """Each record of a file has a source with a reward. A reward for no record to train on is a note."""
     from rollout.rewards.scorer import known_source
     from rollout.tasks.files import check_field
 
     seen = set[str]()
-    problems = [
-        *finding_of(
-            field, check_field, path, reward.field, lambda value: seen.add(known_source(reward, value))
-        )
-    ]
+
+    def note_source(value: object) -> None:
+        seen.add(known_source(reward, value))
+
+    problems = [*finding_of(field, check_field, path, reward.field, note_source)]
     yield from problems
     if field == "task.train_path" and not problems and (unused := reward.rewards.keys() - seen):
         names = ", ".join(map(repr, sorted(unused)))
@@ -187,7 +194,7 @@ def _check_sources(mixture: MixtureOrder, path: Path) -> None:
             raise ValueError(f"weights has {name!r}, of which {path} has no record; {fix}")
 
 
-def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
+def survey_of(task: FileTask, path: Path) -> "Survey":
     """A survey of the records of ``path``. Repeated calls read the file only once. Raises ValueError."""
     from rollout.tasks import survey_task_file
 
@@ -204,19 +211,14 @@ def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
 
 
 def _check_lengths(
-    task: Gsm8kTask | JsonlTask,
-    field: str,
-    survey: "Survey",
-    tokenizer: "Tokenizer | None",
-    arguments: Mapping[str, Any],
-    room: PromptRoom | None,
-    notes: list[str],
+    config: RunConfig, task: FileTask, name: str, survey: "Survey", tokenizer: "Tokenizer", notes: list[str]
 ) -> Iterator[Finding]:
-    if tokenizer is None or room is None:
+    field, room = f"task.{name}", _prompt_room(config, "training" if name == "train_path" else "held-out")
+    if room is None:
         return
     try:
         prompts = ((where, prompt, "") for where, prompt, _ in survey.longest)
-        longest = token_counts(prompts, tokenizer, task, arguments, room.tokens)
+        longest = token_counts(prompts, tokenizer, task, config.model.chat_template_kwargs, room.tokens)
     except ValueError:  # of the template, which is reported elsewhere
         return
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
@@ -234,16 +236,12 @@ def _check_lengths(
 
 
 def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str]:
+    training = surveys.get("train_path")
     for field, survey in surveys.items():
         if survey.distinct < survey.count:
             yield f"task.{field}: {survey.count - survey.distinct:,} of {survey.count:,} prompts of {survey.path} repeat an earlier one"
-    training = surveys.get("train_path")
-    for field, survey in surveys.items():
-        if (
-            training is not None
-            and survey is not training
-            and (shared := len(training.prompts & survey.prompts))
-        ):
+        trained = set() if training is None or survey is training else training.prompts
+        if shared := len(trained & survey.prompts):
             yield (
                 f"task.{field}: {shared:,} of the {survey.distinct:,} held-out prompts are also trained on, "
                 "so the accuracy on them says nothing about others"
@@ -298,11 +296,8 @@ def _example_notes(data: JsonlSftData, survey: "Survey") -> Iterator[str]:
             f"data.path: only the last message of a conversation is learned; earlier ones of the assistant, such as in {where}, are "
             "context. data.learned_turns=all teaches them too"
         )
-    if (
-        data.tools_field is None
-        and data.apply_chat_template
-        and next(read_records(data.path))[1].get("tools")
-    ):
+    shows_no_tools = data.tools_field is None and data.apply_chat_template
+    if shows_no_tools and next(read_records(data.path))[1].get("tools"):
         yield "data.path: its records have `tools`, which no prompt shows; data.tools_field=tools gives them to the chat template"
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema.environment import MessageEnvironment
 from configs.schema.reward import ModelReward, rewards_in
 from configs.schema.run import CountdownSftData, SftData
 from configs.schema.task import CountdownTask, TaskConfig
-from launch.checks.findings import finding_of
+from launch.checks.arguments import finding_of
 from parallel.planning.architecture import architecture_of
 from parallel.weights.hf_headers import weight_problems
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.tokenization import Tokenizer
 
 
-def check_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
+def check_weights(config: AnyConfig) -> Iterator[Finding]:
     """Compares the headers of the weight files with the architecture."""
     folders = {"model.path": config.model.path}
     if isinstance(config, RunConfig):
@@ -45,7 +45,7 @@ def open_tokenizer(folder: Path) -> "Tokenizer | None":
     return load_tokenizer(folder)  # older files, which only transformers can read: takes seconds
 
 
-def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:
+def check_tokenizer(config: AnyConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:
     from rollout.tokenization import check_vocabulary_size, end_token_ids
     from rollout.tokenizer_files import TokenizerFiles
 
@@ -121,9 +121,7 @@ def check_tools_template(config: RunConfig, tools: Sequence[Mapping[str, Any]]) 
         yield from finding_of("environment.template", _check_is_continued, config, tokenizer, tools)
 
 
-def _check_is_continued(
-    config: RunConfig, tokenizer: "Tokenizer", tools: Sequence[Mapping[str, Any]] = ()
-) -> None:
+def _check_is_continued(config: RunConfig, tokenizer: "Tokenizer", tools: Sequence[Mapping] = ()) -> None:
     """Check that messages can follow sampled tokens. Tools may have another template, which is tried once they are known.
     Raises ValueError."""
     from rollout.environments.rendering import ChatRenderer
@@ -145,7 +143,7 @@ def _check_is_continued(
 
 
 def _check_template(
-    config: RunConfig | SftConfig, tokenizer: "Tokenizer", data: TaskConfig | SftData
+    config: AnyConfig, tokenizer: "Tokenizer", data: TaskConfig | SftData
 ) -> Iterator[Finding]:
     """Checked even if only an environment renders: its own check, at the start, does not know the arguments' names."""
     from rollout.tokenizer_files import check_template_arguments
@@ -167,9 +165,7 @@ def _check_template(
         yield from finding_of(field, check_template_arguments, tokenizer, arguments)
 
 
-def template_error(
-    tokenizer: "Tokenizer", system_prompt: str | None, arguments: Mapping[str, Any]
-) -> str | None:
+def template_error(tokenizer: "Tokenizer", system_prompt: str | None, arguments: Mapping) -> str | None:
     """The error if the template cannot render a prompt."""
     from rollout.tokenization import encode_prompt
     from rollout.tokenizer_files import TokenizerFiles
@@ -178,13 +174,8 @@ def template_error(
         if isinstance(tokenizer, TokenizerFiles) and tokenizer.chat_template:
             tokenizer.check_template(system_prompt, arguments)
         else:
-            encode_prompt(
-                tokenizer,
-                "?",
-                system_prompt=system_prompt,
-                apply_chat_template=True,
-                chat_template_kwargs=arguments,
-            )
+            given: Any = {"system_prompt": system_prompt, "chat_template_kwargs": arguments}
+            encode_prompt(tokenizer, "?", apply_chat_template=True, **given)
     except Exception as error:  # a template is a program: transformers passes on any error
         return str(error)
     return None

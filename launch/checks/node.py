@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig
 from configs.schema.launch import NodesConfig
 from launch.checks.devices import ask_gpus
 from launch.processes.addresses import own_address
@@ -62,7 +62,7 @@ def fail(check: str, text: str, fix: str = "") -> Finding:
     return Finding(level=Level.FAIL, check=check, text=text, fix=fix)
 
 
-def checks_of_node(nodes: NodesConfig | None, config: RunConfig | SftConfig | None) -> Iterator[Finding]:
+def checks_of_node(nodes: NodesConfig | None, config: AnyConfig | None) -> Iterator[Finding]:
     """Findings about this node, for any config or for this one. ``nodes``: those of the config, or other ones if several nodes
     are checked."""
     yield _versions()
@@ -101,11 +101,8 @@ def _libc() -> Finding:
     """This system's C library against the wheels of the environment, which another system may have installed."""
     name, version = platform.libc_ver()
     if name != "glibc":
-        return warn(
-            "libc",
-            "this system has no glibc, for which wheels are built",
-            "use a container (launch/containers)",
-        )
+        text = "this system has no glibc, for which wheels are built"
+        return warn("libc", text, "use a container (launch/containers)")
     needed, package = max(_glibc_of_wheels(), default=((0, 0), ""))
     text = f"glibc {version}, {package} needs {needed[0]}.{needed[1]}"
     if tuple(map(int, version.split(".")[:2])) < needed:
@@ -122,7 +119,7 @@ def _glibc_of_wheels() -> Iterator[tuple[tuple[int, int], str]]:
             yield min((int(major), int(minor)) for major, minor in tags), package.name
 
 
-def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
+def _gpus(config: AnyConfig | None) -> Iterator[Finding]:
     gpus = ask_gpus()
     needed, field = (0, "") if config is None else _needed_gpus(config)
     if len(gpus) < needed:
@@ -145,7 +142,7 @@ def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
     yield _driver(gpus[0]["driver"])
 
 
-def _needed_gpus(config: RunConfig | SftConfig) -> tuple[int, str]:
+def _needed_gpus(config: AnyConfig) -> tuple[int, str]:
     """(GPUs of this node, the field that requires them). The field is "" if a run without GPUs would use the CPU."""
     nodes, asked = config.launch.nodes, config.launch.slurm.gpus
     needed = gpus_of_node(config.model_copy(update={"layout": config.layout.smallest()}))
@@ -191,9 +188,8 @@ def _environment() -> Iterator[Finding]:
         text = "NCCL_IB_DISABLE=1 on a node with InfiniBand"
         yield warn("environment", text, "unset it, or collectives go over TCP")
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
-        yield warn(
-            "environment", "NCCL_P2P_DISABLE=1: GPUs of a node communicate through host memory", "unset it"
-        )
+        text = "NCCL_P2P_DISABLE=1: GPUs of a node communicate through host memory"
+        yield warn("environment", text, "unset it")
 
 
 def _limits() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from configs.schema import RunConfig
 from launch.processes.going_on import way_on
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.base_model import fingerprint
-from parallel.checkpoints.files import step_of
+from parallel.checkpoints.files import step_folders, step_of
 from rollout.terminal_text import tandem_command
 
 
@@ -28,7 +28,7 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
     if newest is None:
         reason = folder.damage_of_newest()
         yield f"resume: {resume} has no complete checkpoint to continue from{reason}; {way_on(folder)}"
-    elif config.critic is not None and not folder.had_critic():
+    elif config.critic is not None and not step_folders(folder.critic_checkpoints):
         yield (
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
             "a new run from its exported model"
@@ -91,9 +91,7 @@ def _check_moved_model(
         return
     before = _weights_of(old)
     if before is None:
-        say(
-            f"the weights of {old}, the {field} of {resume}, are not here: whether those in {new} are the same is unknown"
-        )
+        say(f"the weights of {old}, the {field} of {resume}, are not here: those in {new} may be others")
     elif before != weights:
         yield (
             f"resume: `{field}.path` of {resume} is {old}, but the weights in {new} differ; give the same model, or start "

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from launch.cli import before, roles, runs, studies, training
-from launch.cli.shared import Commands
+from launch.cli.shared import Commands, option
 
 app = typer.Typer(
     cls=Commands,
@@ -42,10 +42,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_print_version, help="Print the version, do nothing."
-        ),
+        bool, option("Print the version, do nothing.", "--version", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     pass

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.shared import ConfigPath, Overrides, command_of, gib, run_folder
+from launch.cli.shared import ConfigPath, Overrides, argument, gib, option, panel, run_folder
 
 commands = typer.Typer()
-command = command_of(commands, "Before a run")
+command = panel(commands, "Before a run")
 
 
 @command()
@@ -16,50 +16,40 @@ def plan(
     config: ConfigPath,
     gpus: Annotated[
         int,
-        typer.Option(
+        option(
+            "The number of GPUs for learner and servers together. With launch.placement=colocated both sides have all.",
             min=1,
             max=100_000,
-            help="The number of GPUs for learner and servers together. With launch.placement=colocated both sides have all.",
         ),
     ],
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="The kind of GPU, for its memory and seconds of a step: h100, h200, a100, or a description FILE.yaml."
-        ),
+        option("For its memory and the seconds of a step: h100, h200, a100, or a description FILE.yaml."),
     ] = None,
     gpu_memory: Annotated[
         float | None,
         gib("The memory of one GPU. Left out: that of --gpu. Without --gpu there are no seconds to rank by."),
     ] = None,
     gpus_per_node: Annotated[
-        int, typer.Option(min=1, max=1024, help="GPUs of a node, within which tensor-parallel groups stay.")
+        int, option("GPUs of a node, which holds whole TP groups.", min=1, max=1024)
     ] = 8,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt. Left out: 256, as far as there is room.")
-    ] = None,
+    prompt_tokens: Annotated[int | None, option("Tokens of a prompt; up to 256 if left out.", min=1)] = None,
     response_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tokens of a response in the mean. Left out: half of rollout.max_new_tokens."
-        ),
+        option("Tokens of a response in the mean. Left out: half of rollout.max_new_tokens.", min=1),
     ] = None,
     response_spread: Annotated[
         float | None,
-        typer.Option(
+        option(
+            "Spread of the responses' lengths: the standard deviation of their logarithm. Left out: 0.5; 0: all are alike.",
             min=0,
             max=5,
-            help="Spread of the responses' lengths: the standard deviation of their logarithm. Left out: 0.5; 0: all are alike.",
         ),
     ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="A table of `tandem mismatch`; it decides first.")
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Print this many pairs.")] = 10,
-    report: Annotated[
-        Path | None, typer.Option(help="With --gpu: write a page with pictures, OUT.html.")
-    ] = None,
+    measured: Annotated[Path | None, option("A table of `tandem mismatch`; it decides first.")] = None,
+    top: Annotated[int, option("Print this many pairs.", min=1)] = 10,
+    report: Annotated[Path | None, option("With --gpu: write a page with pictures, OUT.html.")] = None,
 ) -> None:
     """Find layouts of learner and rollout that fit on some GPUs, ranked by expected mismatch, then (--gpu) by the
     estimated seconds of a step. The model's config.json is enough."""
@@ -78,15 +68,13 @@ def simulate(
     overrides: Overrides = None,
     rank: Annotated[
         list[int] | None,
-        typer.Option(
-            help="A rank to simulate; several times for several. Left out: the first rank of the first, a middle and the last "
+        option(
+            "A rank to simulate; several times for several. Left out: the first rank of the first, a middle and the last "
             "pipeline stage."
         ),
     ] = None,
     gpu_memory: Annotated[float | None, gib("GiB of each GPU: exit code 1 where a rank takes more.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the figures into this file.", metavar="FILE")
-    ] = None,
+    json: Annotated[Path | None, option("Also write the figures into this file.", metavar="FILE")] = None,
 ) -> None:
     """Run the learner's code of some ranks without weights and GPUs: peak memory by part, collectives, FLOPs and what is
     sent to the servers. The model's config.json is enough."""
@@ -99,18 +87,13 @@ def simulate(
 @command()
 def selftest(
     folder: Annotated[
-        Path,
-        typer.Option(
-            help="A folder in which a new folder for models, logs and report is made.", metavar="DIR"
-        ),
+        Path, option("A folder in which a new folder for models, logs and report is made.", metavar="DIR")
     ] = Path("runs"),
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Make only this check and those that it needs; may be given several times.", metavar="NAME"
-        ),
+        option("Make only this check and those that it needs; may be repeated.", metavar="NAME"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of models, data and samples.")] = 0,
+    seed: Annotated[int, option("The seed of models, data and samples.", min=0)] = 0,
 ) -> None:
     """Check this machine with the real engines, on a new tiny model: log-probs, transfer, memory, training. Run
     it first on new hardware, and attach its selftest.txt to a bug report."""
@@ -122,27 +105,16 @@ def selftest(
 
 @command("check-cluster")
 def check_cluster(
-    config: Annotated[
-        Path | None, typer.Argument(help="The config that is to run.", metavar="CONFIG")
-    ] = None,
+    config: Annotated[Path | None, argument("The config that is to run.", "CONFIG")] = None,
     overrides: Overrides = None,
     folder: Annotated[
-        Path | None,
-        typer.Option(help="A folder the nodes share; launch.runs_dir if left out.", metavar="FOLDER"),
+        Path | None, option("A folder the nodes share; launch.runs_dir if left out.", metavar="FOLDER")
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="The number of nodes that run this command; known in a Slurm step."),
-    ] = None,
-    node: Annotated[
-        int | None, typer.Option(min=0, help="The number of this node among them, from 0.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")
-    ] = 60.0,
+    nodes: Annotated[int | None, option("Nodes that run this command; known in a Slurm step.", min=1)] = None,
+    node: Annotated[int | None, option("The number of this node among them, from 0.", min=0)] = None,
+    timeout: Annotated[float, option("Seconds to wait for the others, and for a collective.", min=1)] = 60.0,
     run: Annotated[
-        Path | None,
-        typer.Option(help="An active run: list the ports that it listens on here, instead.", metavar="RUN"),
+        Path | None, option("An active run: list the ports that it listens on here, instead.", metavar="RUN")
     ] = None,
 ) -> None:
     """Check a cluster before a first job: drivers, limits, shared folder, ports, interfaces. One call per
@@ -157,19 +129,11 @@ def check_cluster(
 
 @command("check-template")
 def check_template(
-    model: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder; its tokenizer is enough.", metavar="MODEL")
-    ],
-    tools: Annotated[
-        bool,
-        typer.Option("--tools", help="As for an environment with tools: replies of tools must be possible."),
-    ] = False,
+    model: Annotated[Path, argument("A Hugging Face folder; its tokenizer is enough.", "MODEL")],
+    tools: Annotated[bool, option("As for an environment with tools, and their replies.", "--tools")] = False,
     argument: Annotated[
         list[str] | None,
-        typer.Option(
-            help="An argument of the template, e.g. enable_thinking=false; may be given several times.",
-            metavar="KEY=VALUE",
-        ),
+        option("Of the template, e.g. enable_thinking=false; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
 ) -> None:
     """Check a model's chat template for environments of several turns: whether new messages can follow what was
@@ -182,11 +146,9 @@ def check_template(
 
 @command("make-tiny-model")
 def make_tiny_model(
-    folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
-    seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
-    family: Annotated[
-        str, typer.Option(help="The family of the model, a model_type of docs/model.md.")
-    ] = "qwen3",
+    folder: Annotated[Path, argument("The folder to write", "FOLDER")],
+    seed: Annotated[int, option("The seed of the random weights.")] = 0,
+    family: Annotated[str, option("The family of the model, a model_type of docs/model.md.")] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""
     from launch.checks.arguments import as_bad_input, check_new_folder

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.shared import RunPath, command_of
+from launch.cli.shared import RunPath, option, panel
 
 commands = typer.Typer()
-command = command_of(commands, "Roles, one at a time")
+command = panel(commands, "Roles, one at a time")
 
 
 ROLES = {
@@ -37,8 +37,7 @@ def _add_role(name: str, help_text: str) -> None:
 def serve(
     run_folder: RunPath,
     node: Annotated[
-        int | None,
-        typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out."),
+        int | None, option("Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")
     ] = None,
 ) -> None:
     """Run one role alone: the SGLang servers of a run, or those of one node."""

@@ -5,17 +5,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.shared import RunPath, command_of, run_folder
+from launch.cli.shared import RunPath, argument, option, panel, run_folder
 
 commands = typer.Typer()
-command = command_of(commands, "Look at runs")
+command = panel(commands, "Look at runs")
 
 
 @command("list")
 def list_runs(
-    runs: Annotated[
-        Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="RUNS")
-    ] = Path("runs"),
+    runs: Annotated[Path, argument("The folder of the runs (launch.runs_dir).", "RUNS")] = Path("runs"),
 ) -> None:
     """List the runs of a folder, newest first: state, step, held-out accuracy, reward, age."""
     from launch.commands.list_runs import run_table
@@ -34,8 +32,8 @@ def status(run: RunPath) -> None:
 @command()
 def watch(
     run: RunPath,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, option("Print one picture and end.", "--once")] = False,
+    every: Annotated[float, option("Seconds between two looks.", min=0.2)] = 2.0,
 ) -> None:
     """Show a run in the terminal while it runs: curves, the parts of a step, the roles, the newest samples. Ctrl-C
     ends only the view."""
@@ -47,16 +45,9 @@ def watch(
 @command()
 def logs(
     run: RunPath,
-    role: Annotated[
-        str | None,
-        typer.Option(help="Show only the logs of this role: learn, sample, serve, sglang-0, slurm, ..."),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show new lines too, until the run ends or Ctrl-C.")
-    ] = False,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Show this many lines of the end of each log.")
-    ] = 20,
+    role: Annotated[str | None, option("Only logs of this role: learn, sample, serve, sglang-0, …")] = None,
+    follow: Annotated[bool, option("New lines too, until the run ends or Ctrl-C.", "--follow", "-f")] = False,
+    lines: Annotated[int, option("Show this many lines of each log's end.", "--lines", "-n", min=0)] = 20,
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
     from launch.commands.logs import log_files, show_logs
@@ -68,40 +59,28 @@ def logs(
 @command()
 def samples(
     run: RunPath,
-    step: Annotated[int | None, typer.Option(help="The step to show; the last one if left out.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="Show the last step, as without --step.")] = False,
-    group: Annotated[int | None, typer.Option(help="Show only this group.")] = None,
-    sibling: Annotated[int | None, typer.Option(help="Show only this sibling of each group.")] = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Colour tokens by |Δp|, and list those with the largest.")
-    ] = False,
-    evaluation: Annotated[
-        bool, typer.Option("--evaluation", help="Show samples of the evaluation after the step.")
-    ] = False,
+    step: Annotated[int | None, option("The step to show; the last one if left out.")] = None,
+    group: Annotated[int | None, option("Show only this group.")] = None,
+    sibling: Annotated[int | None, option("Show only this sibling of each group.")] = None,
+    tokens: Annotated[bool, option("Colour tokens by |Δp|, and list the largest.", "--tokens")] = False,
+    evaluation: Annotated[bool, option("Samples of the evaluation after the step.", "--evaluation")] = False,
 ) -> None:
     """Show what the model does: samples of a step turn by turn, with observations, reward and status."""
-    from launch.checks.arguments import BadInput
     from launch.commands.samples import show_samples
 
-    if last and step is not None:
-        raise BadInput("--last and --step exclude each other; give one of them")
-    show_samples(
-        run_folder(run), step=step, group=group, sibling=sibling, tokens=tokens, evaluation=evaluation
-    )
+    folder = run_folder(run)
+    show_samples(folder, step=step, group=group, sibling=sibling, tokens=tokens, evaluation=evaluation)
 
 
 @command()
 def trace(
     run: RunPath,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="The last N steps that were traced; all if left out.", metavar="N"),
+        int | None, option("The last N traced steps; left out: all.", min=1, metavar="N")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="The file to write; RUN/trace.json if left out.", metavar="FILE.json"
-        ),
+        option("The file to write; RUN/trace.json if left out.", "--out", "-o", metavar="FILE.json"),
     ] = None,
 ) -> None:
     """Say where the time of the traced steps (tracking.trace) went, by role, and write a Chrome trace of all roles on one
@@ -114,14 +93,10 @@ def trace(
 @command()
 def publish(
     run: RunPath,
-    to: Annotated[Literal["wandb", "tensorboard"], typer.Option("--to", help="The service.")],
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Continue with new steps, until the run ends or Ctrl-C.")
-    ] = False,
-    project: Annotated[
-        str | None, typer.Option(help="Project at W&B; the run's own (tracking.wandb) if left out.")
-    ] = None,
-    entity: Annotated[str | None, typer.Option(help="Team or user at W&B.")] = None,
+    to: Annotated[Literal["wandb", "tensorboard"], option("The service.", "--to")],
+    follow: Annotated[bool, option("New steps too, until the run ends or Ctrl-C.", "--follow", "-f")] = False,
+    project: Annotated[str | None, option("Project at W&B; that of tracking.wandb if left out.")] = None,
+    entity: Annotated[str | None, option("Team or user at W&B.")] = None,
     until_told: Annotated[bool, typer.Option("--until-told", hidden=True)] = False,
 ) -> None:
     """Copy a run's metrics to Weights & Biases, or into TensorBoard's event files (RUN/tensorboard), during the run or
@@ -142,10 +117,8 @@ def report(run: RunPath) -> None:
 
 @command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.", metavar="RUN")],
-    out: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE.html")] = Path(
-        "comparison.html"
-    ),
+    runs: Annotated[list[Path], argument("Two run folders or more.", "RUN")],
+    out: Annotated[Path, option("The page to write.", metavar="FILE.html")] = Path("comparison.html"),
 ) -> None:
     """Compare runs, finished or not: curves over each other on one page, results and differing settings there and
     here."""
@@ -157,13 +130,9 @@ def compare(
 @command()
 def export(
     run: RunPath,
-    out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")],
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the adapters (learner.lora), for peft.")
-    ] = False,
-    best: Annotated[
-        bool, typer.Option("--best", help="Write the weights of the best evaluation (checkpoint.keep_best).")
-    ] = False,
+    out: Annotated[Path, argument("The folder to write", "OUT")],
+    adapter: Annotated[bool, option("Only the adapters (learner.lora), for peft.", "--adapter")] = False,
+    best: Annotated[bool, option("Those of the best evaluation (checkpoint.keep_best).", "--best")] = False,
 ) -> None:
     """Write the newest weights of a run as a Hugging Face checkpoint, adapters merged."""
     from launch.commands import results
@@ -174,10 +143,7 @@ def export(
 @command()
 def stop(
     run: RunPath,
-    now: Annotated[
-        bool,
-        typer.Option("--now", help="End every process at once, without another checkpoint, as Ctrl-C does."),
-    ] = False,
+    now: Annotated[bool, option("End at once without another checkpoint, as Ctrl-C does.", "--now")] = False,
 ) -> None:
     """Ask a run to stop, here or as a Slurm job, and wait for its end: the step is finished or dropped, and a
     checkpoint is written, from which `tandem resume RUN` continues."""
@@ -188,15 +154,9 @@ def stop(
 
 @command()
 def clean(
-    runs: Annotated[
-        Path, typer.Argument(help="The folder of the runs (launch.runs_dir), or one run.", metavar="RUNS")
-    ] = Path("runs"),
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Remove it; without this it is only listed.")
-    ] = False,
-    models: Annotated[
-        bool, typer.Option("--models", help="Also the models between the parts of quickstarts.")
-    ] = False,
+    runs: Annotated[Path, argument("The folder of the runs, or one run.", "RUNS")] = Path("runs"),
+    apply: Annotated[bool, option("Remove it; without this it is only listed.", "--apply")] = False,
+    models: Annotated[bool, option("Also the models between the parts of quickstarts.", "--models")] = False,
 ) -> None:
     """List files that runs no longer need, with size and reason: leftovers of killed processes, damaged and superfluous
     checkpoints, old logs. Active runs, and every run's newest checkpoint and model, are left alone."""

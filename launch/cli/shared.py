@@ -65,9 +65,7 @@ def _refuse_dashes(arguments: Iterable[str], *, is_sft: bool) -> None:
         plain = argument.lstrip("-")
         key, equals, value = plain.partition("=")
         if key == "config":
-            raise BadInput(
-                "--config: no such option; write the file without an option: CONFIG.yaml KEY=VALUE ..."
-            )
+            raise BadInput("--config: no such option; write the file without an option: RUN.yaml KEY=VALUE")
         ours = key.replace("-", "_")
         if ours.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
             written = f"{ours}={value if equals else 'VALUE'}"
@@ -76,7 +74,7 @@ def _refuse_dashes(arguments: Iterable[str], *, is_sft: bool) -> None:
             raise BadInput(f"--{key}: no such option; {fix}. Fields are written KEY=VALUE, without dashes")
 
 
-def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Callable], Callable]]:
+def panel(commands: typer.Typer, title: str) -> Callable[..., Callable[[Callable], Callable]]:
     """``commands.command`` for this part of the help. The line breaks of a docstring are none of the help's."""
 
     def command(
@@ -84,40 +82,40 @@ def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Cal
     ) -> Callable[[Callable], Callable]:
         def register(function: Callable) -> Callable:
             text = help or " ".join((function.__doc__ or "").split())
-            return commands.command(name, cls=Command, help=text, hidden=hidden, rich_help_panel=panel)(
-                function
-            )
+            make = commands.command(name, cls=Command, help=text, hidden=hidden, rich_help_panel=title)
+            return make(function)
 
         return register
 
     return command
 
 
-ConfigPath = Annotated[
-    Path, typer.Argument(help="A YAML config, such as one of configs/recipes", metavar="CONFIG")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Dotted overrides: seed=1 checkpoint.every=20", metavar="KEY=VALUE")
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Print the processes, data, batch, memory per rank and what is sent (into a file or a pipe also the resolved config); "
-        "start nothing.",
-    ),
-]
+def argument(help: str, metavar: str) -> Any:
+    return typer.Argument(help=help, metavar=metavar)
+
+
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """names: for a flag, which would get a ``--no-`` form otherwise, and for an option with a short form."""
+    return typer.Option(*names, help=help, **settings)
 
 
 def gib(help: str) -> Any:
     """An option with the memory of a GPU."""
-    return typer.Option(min=1, max=1_000_000, help=help, metavar="GIB")
+    return option(help, min=1, max=1_000_000, metavar="GIB")
 
 
-GpuMemory = Annotated[
-    float | None, gib("With --dry-run: GiB of each GPU, for a run on other machines than this one.")
+ConfigPath = Annotated[Path, argument("A YAML config, such as one of configs/recipes", "CONFIG")]
+Overrides = Annotated[list[str] | None, argument("Dotted overrides: seed=1 checkpoint.every=20", "KEY=VALUE")]
+DryRun = Annotated[
+    bool,
+    option(
+        "Print the processes, data, batch, memory per rank and what is sent (into a file or a pipe also the resolved config); "
+        "start nothing.",
+        "--dry-run",
+    ),
 ]
-RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
+GpuMemory = Annotated[float | None, gib("With --dry-run: GiB of each GPU, for a run on other machines.")]
+RunPath = Annotated[Path, argument("A run folder, e.g. runs/latest", "RUN")]
 
 
 def run_folder(run: Path) -> "RunFolder":

@@ -5,43 +5,33 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.shared import ConfigPath, Overrides, RunPath, command_of
+from launch.cli.shared import ConfigPath, Overrides, RunPath, option, panel
 
 commands = typer.Typer()
-command = command_of(commands, "Study the two engines")
+command = panel(commands, "Study the two engines")
 
 
 @command()
 def mismatch(
     config: ConfigPath,
     overrides: Overrides = None,
-    learner: Annotated[
-        list[str], typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")
-    ] = ["tp=1"],  # noqa: B006
+    learner: Annotated[list[str], option("A learner layout, e.g. tp=2,sp; may be repeated.")] = ["tp=1"],  # noqa: B006
     rollout: Annotated[
         list[str],
-        typer.Option(
-            help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton."
-        ),
+        option("A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton."),
     ] = ["tp=1"],  # noqa: B006
-    prompts: Annotated[int, typer.Option(help="Prompts of the task, the same ones for every pair.")] = 512,
-    threshold: Annotated[float, typer.Option(help="Count responses with a max |Δp| above it.")] = 0.5,
-    out: Annotated[
-        Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")
-    ] = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")
-    ] = False,
+    prompts: Annotated[int, option("Prompts of the task, the same ones for every pair.")] = 512,
+    threshold: Annotated[float, option("Count responses with a max |Δp| above it.")] = 0.5,
+    out: Annotated[Path | None, option("New; in launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    why: Annotated[bool, option("Also switch one cause at a time, and rank them.", "--why")] = False,
 ) -> None:
     """Measure the gap in probability between learner and rollout, for every pair of layouts, with the real
     engines."""
     from launch.commands import studies
     from launch.studies.mismatch_plan import Request
 
-    learners, rollouts = tuple(learner), tuple(rollout)
-    request = Request(
-        learners=learners, rollouts=rollouts, prompts=prompts, threshold=threshold, out=out, why=why
-    )
+    layouts = {"learners": tuple(learner), "rollouts": tuple(rollout)}
+    request = Request(**layouts, prompts=prompts, threshold=threshold, out=out, why=why)
     studies.mismatch(config, overrides or [], request)
 
 
@@ -49,12 +39,8 @@ def mismatch(
 def verify_sync(
     config: ConfigPath,
     overrides: Overrides = None,
-    learner: Annotated[
-        list[str] | None, typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")
-    ] = None,
-    rollout: Annotated[
-        list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")
-    ] = None,
+    learner: Annotated[list[str] | None, option("A learner layout, e.g. tp=2,sp; may be repeated.")] = None,
+    rollout: Annotated[list[str] | None, option("A rollout layout, e.g. tp=2; may be repeated.")] = None,
 ) -> None:
     """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit,
     like servers started from these weights."""
@@ -67,17 +53,15 @@ def verify_sync(
 @command()
 def replay(
     run: RunPath,
-    step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
+    step: Annotated[int, option("A recorded step (record_batches in the config).")],
     correction: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A preset to try, or keys over the run's own correction; may be given several times. All presets if left out."
-        ),
+        option("A preset, or keys over the run's own correction; may be repeated. Left out: all presets."),
     ] = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients", help="Also of the parameters, from the checkpoint before the step.")
+        bool, option("Also of the parameters, from the checkpoint before the step.", "--gradients")
     ] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Also draw a figure, in the run's figures/.")] = False,
+    plot: Annotated[bool, option("Also draw a figure, in the run's figures/.", "--plot")] = False,
 ) -> None:
     """Apply other corrections to a recorded step, without an engine: weights, kept tokens, loss and gradient."""
     from launch.commands import studies

@@ -5,19 +5,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.shared import ConfigPath, DryRun, GpuMemory, Overrides, RunPath, command_of, gib
+from launch.cli.shared import ConfigPath, DryRun, GpuMemory, Overrides, RunPath, argument, gib, option, panel
 
 commands = typer.Typer()
-command = command_of(commands, "Train")
+command = panel(commands, "Train")
 
 
 @command()
 def quickstart(
-    seed: Annotated[int, typer.Option(help="The seed of everything: model, data, training.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
-    study: Annotated[
-        bool, typer.Option("--study", help="Then train with a quantised rollout, in two ways, and compare.")
-    ] = False,
+    seed: Annotated[int, option("The seed of everything: model, data, training.")] = 0,
+    steps: Annotated[int, option("The number of RL steps.", min=1)] = 150,
+    study: Annotated[bool, option("Then compare two runs with a quantised rollout.", "--study")] = False,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Run the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
@@ -28,10 +26,8 @@ def quickstart(
 
 @command("init")
 def make_experiment(
-    folder: Annotated[Path, typer.Argument(help="The folder to write.", metavar="FOLDER")],
-    model: Annotated[
-        Path | None, typer.Option(help="A Hugging Face folder, for the config's model.path.", metavar="PATH")
-    ] = None,
+    folder: Annotated[Path, argument("The folder to write.", "FOLDER")],
+    model: Annotated[Path | None, option("A Hugging Face folder, as model.path.", metavar="PATH")] = None,
 ) -> None:
     """Write a commented config, a reward function and example data: the start of an experiment of your own."""
     from launch.commands import init
@@ -41,16 +37,12 @@ def make_experiment(
 
 @command()
 def schema(
-    field: Annotated[
-        str | None, typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="FIELD")
-    ] = None,
+    field: Annotated[str | None, argument("This field and those inside it, e.g. rollout.", "FIELD")] = None,
     kind: Annotated[
         Literal["train", "sft", "hardware"],
-        typer.Option(
-            help="Of a config: an RL run, or a supervised warm start; or of a description of GPUs, for `tandem plan --gpu`."
-        ),
+        option("Of a config: of an RL run or a warm start; or of the GPUs of `tandem plan --gpu`."),
     ] = "train",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON Schema, as editors read it.")] = False,
+    as_json: Annotated[bool, option("Print JSON Schema, as editors read it.", "--json")] = False,
 ) -> None:
     """Print every field of a config: type, default, unit and meaning."""
     from launch.commands.schema import print_schema
@@ -105,22 +97,15 @@ def sweep(
     config: ConfigPath,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Overrides; those with several values, such as seed=0,1,2, give a run for each combination.",
-            metavar="KEY=V1,V2",
+        argument(
+            "Overrides; those with several values, such as seed=0,1,2, give a run for each combination.",
+            "KEY=V1,V2",
         ),
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Run this many at a time; memory and GPUs must be enough for all.")
-    ] = 1,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Continue with the others after a run has failed.")
-    ] = False,
+    jobs: Annotated[int, option("Run this many at a time; all must fit into memory and GPUs.", min=1)] = 1,
+    keep_going: Annotated[bool, option("Continue with the others after a failure.", "--keep-going")] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check every run, say what would be done with each, and start nothing."
-        ),
+        bool, option("Check every run, say what would be done with each, and start nothing.", "--dry-run")
     ] = False,
 ) -> None:
     """Train once for each combination of values, on this machine; then compare. After Ctrl-C or a failure the same
@@ -134,29 +119,21 @@ def sweep(
 def slurm(
     config: ConfigPath,
     overrides: Overrides = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Also submit it, by sbatch.")] = False,
+    submit: Annotated[bool, option("Also submit it, by sbatch.", "--submit")] = False,
     array: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A run for each value of a key, e.g. seed=0,1,2; several times: for each combination."
-        ),
+        option("A run for each value of a key, e.g. seed=0,1,2; several times: for each combination."),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print what --dry-run of train does, and the script; write nothing."),
-    ] = False,
-    gpu_memory: Annotated[
-        float | None, gib("GiB of each of the job's GPUs, to check their memory too.")
-    ] = None,
+    dry_run: Annotated[bool, option("Print a dry run and the script; write nothing.", "--dry-run")] = False,
+    gpu_memory: Annotated[float | None, gib("GiB of each of the job's GPUs, to check it too.")] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
     from launch.checks.arguments import as_bad_input
     from launch.commands.slurm import slurm as write
 
     with as_bad_input(f"{config}: "):
-        write(
-            config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory
-        )
+        options = {"submit": submit, "dry_run": dry_run}
+        write(config, overrides or [], arrays=array or [], gpu_memory=gpu_memory, **options)
 
 
 @command()
@@ -165,9 +142,7 @@ def prepare(
     overrides: Overrides = None,
     endpoint: Annotated[
         str | None,
-        typer.Option(
-            help="Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT"
-        ),
+        option("Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT"),
     ] = None,
 ) -> None:
     """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts

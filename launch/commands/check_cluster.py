@@ -2,12 +2,12 @@
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 from configs.loader import load_config
-from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig, NodesConfig
 from launch.checks.arguments import BadInput
 from launch.checks.between_nodes import Meeting, checks_between, leave
@@ -33,7 +33,10 @@ def check_cluster(
     nodes = launch.nodes or (NodesConfig(gpus_per_node=0) if meeting.num_nodes > 1 else None)
     worst = 0
     name = f"{socket.gethostname()}: " if meeting.num_nodes > 1 else ""
-    for finding in _findings(nodes, config, meeting):
+    findings: Iterable[Finding] = [*checks_of_node(nodes, config)]
+    if not any(finding.level is Level.FAIL and finding.check == "address" for finding in findings):
+        findings = chain(findings, checks_between(nodes, meeting))
+    for finding in findings:
         print(f"{name}{finding}", flush=True)
         worst |= finding.level is Level.FAIL
     leave(meeting)
@@ -47,15 +50,6 @@ def check_sockets(folder: RunFolder) -> bool:
     findings = list(sockets_of(folder))
     print(*findings, sep="\n", flush=True)
     return all(finding.level is not Level.FAIL for finding in findings)
-
-
-def _findings(
-    nodes: NodesConfig | None, config: RunConfig | SftConfig | None, meeting: Meeting
-) -> Iterator[Finding]:
-    alone = list(checks_of_node(nodes, config))
-    yield from alone
-    if not any(finding.level is Level.FAIL and finding.check == "address" for finding in alone):
-        yield from checks_between(nodes, meeting)
 
 
 def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: float) -> Meeting:

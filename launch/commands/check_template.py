@@ -57,9 +57,8 @@ def _argument(given: str) -> tuple[str, Any]:
     try:
         read = read_yaml(value, "command line", name)
     except ConfigError as error:
-        raise BadInput(
-            f"--argument {given}: {value!r} is not a value of YAML; put quotes around it"
-        ) from error
+        fix = "put quotes around it"
+        raise BadInput(f"--argument {given}: {value!r} is not a value of YAML; {fix}") from error
     return name, read and read.plain()
 
 

@@ -51,11 +51,8 @@ class Item:
     def bytes(self) -> int:
         if not self.path.is_dir():
             return self.path.lstat().st_size
-        return sum(
-            os.lstat(os.path.join(parent, name)).st_size
-            for parent, _, names in os.walk(self.path)
-            for name in names
-        )
+        files = (os.path.join(parent, name) for parent, _, names in os.walk(self.path) for name in names)
+        return sum(os.lstat(file).st_size for file in files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +213,13 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item | LeftAlone
     if goes and not is_finished(run, config, note=notes.append):
         goes = {}
     yield from (LeftAlone(run.path, text) for text in notes)
-    for folder in goes.values():
-        yield Item(
-            folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
-        )
+    why = f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
+    yield from (Item(folder, why) for folder in goes.values())
     yield from _broken_checkpoints(run, has_result=bool(kept) or run.has_final_model())
     if kept:
         policies = step_folders(run.checkpoints).items()
-        yield from _critic_checkpoints(
-            run, policy_steps={step for step, folder in policies if step not in goes and not is_torn(folder)}
-        )
+        steps = {step for step, folder in policies if step not in goes and not is_torn(folder)}
+        yield from _critic_checkpoints(run, policy_steps=steps)
 
 
 def _broken_checkpoints(run: RunFolder, *, has_result: bool) -> Iterator[Item]:

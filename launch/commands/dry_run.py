@@ -11,15 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from configs.errors import counted
 from configs.loader import resolved_yaml
-from configs.schema import RunConfig, SftConfig
-from configs.schema.environment import (
-    AgentEnvironment,
-    ChatEnvironment,
-    OpenEnvironment,
-    ProcessEnvironment,
-    TokenEnvironment,
-)
-from configs.schema.launch import NodesConfig
+from configs.schema import AnyConfig, RunConfig, SftConfig
+from configs.schema.environment import AgentEnvironment, OpenEnvironment, ProcessEnvironment
 from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask
 from launch.checks.device_memory import memory_lines
@@ -43,7 +36,7 @@ Row = tuple[str, ...]
 
 
 def print_dry_run(
-    config: RunConfig | SftConfig,
+    config: AnyConfig,
     runs: Sequence[str],
     gpu_memory: float | None = None,
     *,
@@ -59,23 +52,21 @@ def print_dry_run(
     for line in [*dry_run_lines(config, runs, device), *further]:
         print(f"# {line}".rstrip())
     if sys.stdout.isatty():
-        print(
-            "\nThe whole config, defaults included: send the output to a file (> FILE) or a pager (| less)."
-        )
+        print("\nFor the whole config with defaults send the output to a file (> FILE) or a pager (| less).")
+        print(NO_ERROR)
     else:
-        print(f"\n# the resolved config:\n{resolved_yaml(config)}")
-    print(f"{'' if sys.stdout.isatty() else '# '}{NO_ERROR}")
+        print(f"\n# the resolved config:\n{resolved_yaml(config)}\n# {NO_ERROR}")
 
 
-def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[str]:
+def dry_run_lines(config: AnyConfig, runs: Sequence[str], device: Device) -> Iterator[str]:
     titles = ("role", "node", "ranks", "devices", "address")
     yield "processes that would be started:"
     yield from indented(aligned([titles, *_process_rows(config, runs, device)]))
     yield from ("", "commands:", *indented(_command_lines(config, runs)))
     if data := list(_data_rows(config)):
         yield from ("", "data:", *indented(aligned(data)))
-    if "sample" in runs and isinstance(config, RunConfig) and config.environment.type != "single_turn":
-        yield from ("", "environment:", *indented(_environment_lines(config.environment)))
+    if "sample" in runs and isinstance(config, RunConfig) and (lines := [*_environment_lines(config)]):
+        yield from ("", "environment:", *indented(lines))
     if "learn" in runs or "sft-rank" in runs:
         yield from ("", "batch of one step:", *indented(batch_lines(config)))
     yield ""
@@ -86,9 +77,10 @@ def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: De
         yield from ("", *_transfer_lines(config))
 
 
-def _environment_lines(
-    environment: TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment,
-) -> Iterator[str]:
+def _environment_lines(config: RunConfig) -> Iterator[str]:
+    environment = config.environment
+    if environment.type == "single_turn":
+        return
     at_once = environment.max_concurrency
     if isinstance(environment, ProcessEnvironment):
         from rollout.environments.processes import max_processes
@@ -104,15 +96,14 @@ def _environment_lines(
     most = "" if environment.max_tokens is None else f", {counted(environment.max_tokens, 'token')}"
     yield f"an episode: at most {counted(environment.max_turns, 'turn')}{most}, {environment.timeout_s:g} s; {at_once} at once"
     at_limit = environment.reward_at_limit
-    what = "not scored" if at_limit is None else f"reward {at_limit:g}"
-    yield f"where turns or tokens run out: {what}"
+    yield f"where turns or tokens run out: {'not scored' if at_limit is None else f'reward {at_limit:g}'}"
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # processes
 
 
-def _process_rows(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[Row]:
+def _process_rows(config: AnyConfig, runs: Sequence[str], device: Device) -> Iterator[Row]:
     if "serve" in runs and isinstance(config, RunConfig):
         yield from _server_rows(config, runs, device)
     if "sample" in runs and isinstance(config, RunConfig):
@@ -147,23 +138,20 @@ def _server_address(config: RunConfig, share: placement.ServerShare) -> str:
     return f"port {http} (HTTP), {http + 1} (its ranks)" if meets else f"port {http}"
 
 
-def _learner_rows(config: RunConfig | SftConfig, device: Device) -> Iterator[Row]:
+def _learner_rows(config: AnyConfig, device: Device) -> Iterator[Row]:
     nodes = config.launch.nodes
     name = "learn" if isinstance(config, RunConfig) else "sft-rank"
     each = placement.learner_ranks_per_node(config)
     for node in range(1 if nodes is None else nodes.learner):
         where = _node(config, "learner", node, device)
         ranks = f"{_range(node * each, each)} of {config.layout.world_size}"
-        yield name, where, ranks, _devices(0, each, device), _rendezvous_address(nodes, node)
+        address = f"{FREE_PORT if node == 0 else 'that of its first node'} (rendezvous)"
+        if nodes is None or nodes.learner == 1:
+            address = "no port: its ranks meet in a file"
+        yield name, where, ranks, _devices(0, each, device), address
 
 
-def _rendezvous_address(nodes: NodesConfig | None, node: int) -> str:
-    if nodes is None or nodes.learner == 1:
-        return "no port: its ranks meet in a file"
-    return f"{FREE_PORT if node == 0 else 'that of its first node'} (rendezvous)"
-
-
-def _node(config: RunConfig | SftConfig, side: str, number: int, device: Device) -> str:
+def _node(config: AnyConfig, side: str, number: int, device: Device) -> str:
     if config.launch.nodes is None:
         return device.host
     first = 0 if side == "learner" else placement.first_server_node(config)
@@ -178,7 +166,7 @@ def _devices(first: int, count: int, device: Device) -> str:
     return f"GPU {_range(first, count)}" if device.kind == "cuda" else "CPU"
 
 
-def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[str]:
+def _command_lines(config: AnyConfig, runs: Sequence[str]) -> Iterator[str]:
     """A command per role, for each node that the table lists for it (is_host: for the first). Values that are
     known only at the start are in capitals."""
     fresh = config.launch.runs_dir / f"{config.name}-DATE-TIME"
@@ -201,7 +189,7 @@ def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterat
 # data
 
 
-def _data_rows(config: RunConfig | SftConfig) -> Iterator[Row]:
+def _data_rows(config: AnyConfig) -> Iterator[Row]:
     """The task's files, as the checks have read them."""
     if isinstance(config, SftConfig) or isinstance(config.task, CountdownTask):
         return
@@ -218,14 +206,14 @@ def _data_rows(config: RunConfig | SftConfig) -> Iterator[Row]:
 # batch
 
 
-def batch_lines(config: RunConfig | SftConfig) -> Iterator[str]:
+def batch_lines(config: AnyConfig) -> Iterator[str]:
     """Prompts x siblings -> sequences -> minibatches -> ranks -> micro-batches."""
     dp = config.layout.dp_size
     if isinstance(config, SftConfig):
         size, budget = config.batch_size, config.token_budget
         per_rank = ("of a data-parallel rank", f"{size // dp} = {size} / dp {dp}")
         yield from aligned([("sequences of an optimizer step", f"{size}"), per_rank])
-        yield f"micro-batches of a rank, of at most token_budget={budget} tokens: {_count_range(config, size // dp)}"
+        yield f"micro-batches of a rank, of at most token_budget={budget} tokens: {_microbatches(config, size // dp)}"
         return
     rollout, parts = config.rollout, config.learner.minibatches
     prompts, siblings = rollout.prompts_per_step, rollout.group_size
@@ -294,7 +282,7 @@ def _microbatch_lines(config: RunConfig, each: int) -> Iterator[str]:
     """A sequence takes one place less than its number of tokens, since the last token predicts nothing."""
     budget, response = config.learner.token_budget, config.rollout.max_new_tokens
     full = _up_to(-(-each * response // budget), config.layout.microbatch_multiple)
-    yield f"micro-batches of a rank, of at most learner.token_budget={budget} tokens: {_count_range(config, each)}"
+    yield f"micro-batches of a rank, of at most learner.token_budget={budget} tokens: {_microbatches(config, each)}"
     yield f"  at least {full} if every response has rollout.max_new_tokens={response}"
     prompt, source = _longest_prompt(config)
     longest = prompt + response - 1
@@ -304,7 +292,7 @@ def _microbatch_lines(config: RunConfig, each: int) -> Iterator[str]:
         yield f"  at most {most} if no prompt has more than {prompt} tokens ({source})"
 
 
-def _count_range(config: RunConfig | SftConfig, sequences: int) -> str:
+def _microbatches(config: AnyConfig, sequences: int) -> str:
     return f"{config.layout.microbatch_multiple} to {sequences}, by the lengths"
 
 
@@ -330,9 +318,8 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
 
         text = prompt_text(((task.max_number,) * task.num_numbers, task.max_target))
         return len(text) + 1, "the task's longest text"
-    around = len((task.system_prompt or "").encode())
-    longest = survey_of(task, task.train_path).longest_bytes
-    return longest + around, f"bytes of the longest of {task.train_path.name}, without the chat template"
+    longest = survey_of(task, task.train_path).longest_bytes + len((task.system_prompt or "").encode())
+    return longest, f"bytes of the longest of {task.train_path.name}, without the chat template"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -340,9 +327,8 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
 
 
 def _transfer_lines(config: RunConfig) -> Iterator[str]:
-    architecture = architecture_of(config.model.path)
-    layout: LayoutConfig = config.layout
-    stages = bytes_to_send(architecture, config.rollout, layout)
+    layout = config.layout
+    stages = bytes_to_send(architecture_of(config.model.path), config.rollout, layout)
     servers = config.rollout.replicas * config.rollout.tp
     senders = f"{layout.pp} senders, one after another," if layout.pp > 1 else "one sender"
     total = f"{size_text(sum(stages))} by {senders} to {counted(servers, 'server rank')}"

@@ -91,9 +91,7 @@ def make_experiment(folder: Path, model: Path | None) -> None:
         rows = (row(a=a, b=b, sum=a + b, level=a // 10) for a in numbers for b in (7, 25))
         (folder / file).write_text("".join(rows))
     change = f"set model.path in {CONFIG}, " if model is None else ""
-    print(
-        f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples: replace them by yours)"
-    )
+    print(f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples, to be replaced)")
     steps = f"cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run"
     print(f"next: {steps}; then the same without --dry-run")
 

@@ -52,9 +52,5 @@ def _follow_options(folder: RunFolder) -> list[str]:
     state = brief_state(folder)
     if state.startswith(("running", "waiting", "unknown", "ending")):
         return ["--follow=name", "--retry"]
-    print(
-        f"the run is not active on this machine ({state}): no new lines will come",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"the run is not active on this machine ({state}): no new lines will come", file=sys.stderr)
     return []

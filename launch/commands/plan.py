@@ -23,7 +23,7 @@ from parallel.planning.other_models import critic_architecture, reference_archit
 from parallel.planning.planner import Cluster, Plan, Timing, plan
 from parallel.planning.reasons import reasons
 from parallel.planning.server_memory import RolloutMemory, both_bytes
-from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
+from parallel.planning.time import PROMPT_TOKENS, StepTime, assumptions, seconds_text
 
 WIDTH = 170
 """Width of the table where the output is no terminal."""
@@ -65,9 +65,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
     # The config's own layout is replaced: it may not even fit, such as a dp that does not divide the minibatches.
     config = load_config(config_path, [*overrides, *as_overrides(ONE_PROCESS)])
     if not isinstance(config, RunConfig):
-        raise BadInput(
-            f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train"
-        )
+        raise BadInput(f"{config_path}: kind: {config.kind} has no rollout to plan for; use kind: train")
     hardware = _hardware(options)
     cluster = _cluster(config, options, hardware)
     with as_bad_input():
@@ -78,9 +76,8 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         architecture = architecture_of(config.model.path)
         critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
-        plans = plan(
-            architecture, config, cluster, critic=critic, reference=reference, measured=table, timing=timing
-        )
+        models = {"critic": critic, "reference": reference}
+        plans = plan(architecture, config, cluster, **models, measured=table, timing=timing)
     found = Found(config=config, cluster=cluster, measured=table, timing=timing, plans=plans)
     _print_table(plans, options.count)
     _print_best(found)
@@ -106,7 +103,9 @@ def _print_best(found: Found) -> None:
     else:
         print("\n# seconds are estimated, from:")
         print("\n".join(f"#   {line}" for line in assumptions(config, timing.lengths, timing.machine)))
-        print(f"# a step of the first, in seconds: {parts_text(best)}")
+        assert best.time is not None
+        parts = (f"{name} {seconds_text(seconds)}" for name, seconds in best.time.parts().items() if seconds)
+        print(f"# a step of the first, in seconds: {', '.join(parts)}")
     held = memory.describe(best.learner_memory)
     print(f"\n# the first of {len(found.plans)}; its fullest learner rank holds {held}")
     print(f"# each server rank: {server_text(best.rollout_memory)}")
@@ -145,15 +144,12 @@ def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig |
             "they take turns"
         )
     if options.num_gpus > nodes and options.num_gpus % nodes:
-        raise BadInput(
-            f"--gpus {options.num_gpus} fills no whole nodes of --gpus-per-node {nodes}; use a multiple of it"
-        )
+        error = f"--gpus {options.num_gpus} fills no whole nodes of --gpus-per-node {nodes}"
+        raise BadInput(f"{error}; use a multiple of it")
     gib = options.gpu_memory if hardware is None or options.gpu_memory is not None else hardware.memory_gib
     if gib is None:
-        names = ", ".join(hardware_names())
-        raise BadInput(
-            f"the memory of a GPU is missing; add --gpu ({names}, or FILE.yaml), or --gpu-memory GiB"
-        )
+        kinds = f"{', '.join(hardware_names())}, or FILE.yaml"
+        raise BadInput(f"the memory of a GPU is missing; add --gpu ({kinds}), or --gpu-memory GiB")
     return Cluster(num_gpus=options.num_gpus, gpu_bytes=int(gib * memory.GIB), gpus_per_node=nodes)
 
 
@@ -201,25 +197,16 @@ def _print_table(plans: list[Plan], count: int) -> None:
             f"{memory.size_text(pair.learner_memory.total)}, {pair.learner_free:.0%} free",
             f"{pair.rollout_memory.tokens:,} tokens",
             memory.size_text(pair.traffic.total),
-            *([] if pair.time is None else [step_text(pair)]),
+            *([] if pair.time is None else [_step_text(pair.time)]),
             reason,
         ])  # fmt: skip
     print_table([*titles, "why it stands here"], rows, width=WIDTH)
 
 
-def step_text(pair: Plan) -> str:
+def _step_text(time: StepTime) -> str:
     """The seconds of a step and of its three parts."""
-    assert pair.time is not None
-    parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in pair.time.shares().items())
-    return f"{seconds_text(pair.time.total)}: {parts}"
-
-
-def parts_text(pair: Plan) -> str:
-    """All parts of the step that take time."""
-    assert pair.time is not None
-    return ", ".join(
-        f"{name} {seconds_text(seconds)}" for name, seconds in pair.time.parts().items() if seconds
-    )
+    parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in time.shares().items())
+    return f"{seconds_text(time.total)}: {parts}"
 
 
 def to_yaml(best: Plan, config: RunConfig, cluster: Cluster) -> str:
@@ -233,11 +220,8 @@ def to_yaml(best: Plan, config: RunConfig, cluster: Cluster) -> str:
     if config.launch.takes_turns:  # both sides' layouts take all GPUs: separate ones would be twice as many
         blocks["launch"] = {"placement": "colocated"}
         if (count := cluster.num_gpus // cluster.gpus_per_node) > 1:
-            blocks["launch"]["nodes"] = {
-                "learner": count,
-                "rollout": count,
-                "gpus_per_node": cluster.gpus_per_node,
-            }
+            nodes = {"learner": count, "rollout": count, "gpus_per_node": cluster.gpus_per_node}
+            blocks["launch"]["nodes"] = nodes
     return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
 
 

@@ -2,7 +2,7 @@
 that fit. It needs neither network nor scripts (``trainer/report/``)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -128,12 +128,8 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     rows: list[tuple[str, Mapping[str, int]]] = [
         (f"learner, stage {memory.stage}", memory.at_peak()) for memory in _some(stages)
     ]
-    of_server = {
-        "weights": server.weights,
-        "cache": server.kv_cache + server.states,
-        "reserved": server.reserved,
-    }
-    rows.append(("a server's rank", of_server))
+    cache = server.kv_cache + server.states
+    rows.append(("a server's rank", {"weights": server.weights, "cache": cache, "reserved": server.reserved}))
     if pair.both_free is not None:
         items = pair.learner_memory.items().items()
         lasting = {name: size for name, size in items if name not in (*OF_AN_UPDATE, "optimizer_step")}
@@ -144,8 +140,7 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
         for name, size in items.items():
             axes.barh(place, size / GIB, left=left, color=MEMORY_COLORS[name], height=0.7)
             left += size / GIB
-    has = {name for _, items in rows for name in items}
-    _legend(axes, {name: color for name, color in MEMORY_COLORS.items() if name in has})
+    _legend(axes, MEMORY_COLORS, {name for _, items in rows for name in items})
     limit = cluster.gpu_bytes / GIB
     axes.axvline(limit, color="#222222", linewidth=1.2)
     axes.axvline(USABLE_SHARE * limit, color="#222222", linewidth=1.2, linestyle=":")
@@ -162,20 +157,13 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
 def lanes(time: StepTime) -> dict[str, list[Block]]:
     """What servers and each stage of the learner do in a step, one after another. Every lane ends with the transfer."""
     sampling, training, both = time.sampling, time.training, time.total - time.transfer
-    starts = {"servers": 0.0, "learner": both - training.total}
     last: list[tuple[str, float]] = [("transfer", time.transfer)]
     of_servers = [("prefill", sampling.prefill), ("decode", sampling.decode), ("requests", sampling.requests)]
     found = {"servers": _blocks([*of_servers, (WAITS, time.server_waits), *last])}
     together = training.compute + training.collectives + training.bubble
     for stage, own in _some([*enumerate(training.stages)]):
-        of_stage = [
-            (WAITS, starts["learner"]),
-            ("score", training.score),
-            ("update", own),
-            (WAITS, together - own),
-            ("optimizer", training.optimizer),
-            ("rest", training.rest),
-        ]
+        of_stage = [(WAITS, both - training.total), ("score", training.score), ("update", own)]
+        of_stage += [(WAITS, together - own), ("optimizer", training.optimizer), ("rest", training.rest)]
         found[f"learner, stage {stage}"] = _blocks([*of_stage, *last])
     return found
 
@@ -198,8 +186,7 @@ def draw_timeline(time: StepTime) -> "Figure":
             if block.name == WAITS:
                 style |= {"edgecolor": "#bbbbbb", "hatch": "///"}
             axes.barh(place, block.seconds, left=block.start, **style)
-    has = {block.name for blocks in by_lane.values() for block in blocks}
-    _legend(axes, {name: color for name, color in TIME_COLORS.items() if name in has})
+    _legend(axes, TIME_COLORS, {block.name for blocks in by_lane.values() for block in blocks})
     axes.set_xlim(0, time.total)
     axes.set_xlabel("seconds")
     _rows(axes, [*by_lane])
@@ -246,11 +233,8 @@ def draw_choices(plans: Sequence[Plan]) -> "Figure":
     if has_table:
         axes.set_ylabel("mismatch, measured or expected")
     else:
-        names = [
-            f"same TP{', SP' if sp else ''}" if ratio == 1 else f"TP {ratio:g} x apart{', SP' if sp else ''}"
-            for ratio, sp in kinds
-        ]
-        _rows(axes, names)
+        names = [("same TP" if ratio == 1 else f"TP {ratio:g} x apart", sp) for ratio, sp in kinds]
+        _rows(axes, [f"{name}{', SP' if sp else ''}" for name, sp in names])
         axes.grid(True, axis="both", color="#e4e4e4", linewidth=0.8)
     return figure
 
@@ -285,9 +269,9 @@ def _rows(axes: "Axes", names: Sequence[str]) -> None:
     axes.grid(False, axis="y")
 
 
-def _legend(axes: "Axes", colors: Mapping[str, str]) -> None:
+def _legend(axes: "Axes", colors: Mapping[str, str], drawn: Set[str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    handles = [Patch(color=color, label=name) for name, color in colors.items() if name in drawn]
     place = {"bbox_to_anchor": (-0.02, 1.0), "ncols": len(handles)}
     axes.legend(handles=handles, handlelength=1.2, columnspacing=1.0, **place, **LEGEND)

@@ -56,9 +56,7 @@ def _endpoint(config: RunConfig, given: str | None) -> str:
         return f"{address}:{free_port(address)}"
     host, _, port = given.rpartition(":")
     if not re.fullmatch(r"[\w.:-]+", host, re.ASCII) or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"--endpoint {given}: write HOST:PORT, such as node1:29400, of the learner's first node"
-        )
+        raise ValueError(f"--endpoint {given}: write HOST:PORT of the learner's first node, as node1:29400")
     return given
 
 
@@ -84,11 +82,9 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
     lines.append(_logged_command(role_command("sample", folder), folder, "sample"))
 
     def learner_lines(comment: str, *, is_host: bool) -> list[str]:
-        meeting = None
+        meeting, launch = None, config.launch
         if endpoint is not None:
-            meeting = Rendezvous(
-                launch=config.launch, endpoint=endpoint, id=folder.path.name, is_host=is_host
-            )
+            meeting = Rendezvous(launch=launch, endpoint=endpoint, id=folder.path.name, is_host=is_host)
         command = role_command("learn", folder, ranks=ranks, rendezvous=meeting)
         logged = _logged_command(command, folder, "learn")
         # Two hosts that append to one file of a shared file system overwrite each other's lines.

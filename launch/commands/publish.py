@@ -25,6 +25,7 @@ from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
 from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish
 
+_say = partial(print, flush=True)
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at the metrics."""
 ASK_EVERY_S = 30.0
@@ -124,10 +125,6 @@ def _service(
         entity=entity or (wandb and wandb.entity) or None,
         say=_say,
     )
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _status_of(folder: RunFolder) -> Status:

@@ -40,31 +40,27 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     from rollout.tiny_model import make_tiny_countdown_model
 
     seconds = {"install": install_seconds}
-    rl_s = RL_START_S + steps * RL_STEP_S
-    study_s = (
-        len(STUDY_CORRECTIONS) * (RL_START_S + STUDY_STEPS * STUDY_STEP_S + EVALUATION_S) if study else 0.0
-    )
+    rl_s, of_a_study = RL_START_S + steps * RL_STEP_S, RL_START_S + STUDY_STEPS * STUDY_STEP_S + EVALUATION_S
+    study_s = len(STUDY_CORRECTIONS) * of_a_study if study else 0.0
     total, parts = duration(MODEL_S + WARM_START_S + rl_s + study_s), 4 if study else 3
     print(f"{parts} parts, about {total} on two idle cores; times left below are of a part", flush=True)
     models = Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     initial, warm = models / "random", models / "warm"
-    _announce(1, parts, "a tiny Qwen3 model with a character tokenizer, random weights")
+    _announce(1, parts, "a tiny Qwen3 model with a character tokenizer, random weights", MODEL_S)
     make_tiny_countdown_model(initial, seed=seed)
 
     text = "warm start: supervised training on generated Countdown solutions, 40 % wrong on purpose"
-    _announce(2, parts, f"{text}; about {duration(WARM_START_S)}")
+    _announce(2, parts, text, WARM_START_S)
     began = time.perf_counter()
     here = settings_of_machine()
     layout = [setting for setting in here if setting.startswith("layout.")]
-    sft(
-        CONFIGS / "countdown_tiny_sft.yaml",
-        [f"model.path={initial}", f"output={warm}", f"seed={seed}", *layout],
-    )
+    settings = [f"model.path={initial}", f"output={warm}", f"seed={seed}", *layout]
+    sft(CONFIGS / "countdown_tiny_sft.yaml", settings)
     seconds["warm_start"] = time.perf_counter() - began
 
-    left = duration(rl_s * seconds["warm_start"] / WARM_START_S)  # corrected by the pace of the warm start
+    pace = seconds["warm_start"] / WARM_START_S
     text = f"RL: {steps} GRPO steps, SGLang samples, Megatron-Core learns; held-out accuracy before and after"
-    _announce(3, parts, f"{text}; about {left}")
+    _announce(3, parts, text, rl_s * pace)
     began = time.perf_counter()
     settings = [f"model.path={warm}", f"seed={seed}", f"steps={steps}"]
     folder = train(CONFIGS / "countdown_tiny.yaml", [*settings, *here])
@@ -75,9 +71,8 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     summary["seconds"] |= {part: round(value, 2) for part, value in seconds.items()}
     write_json(folder.summary, summary, flush=True)
     if study:
-        left = duration(study_s * seconds["warm_start"] / WARM_START_S)
         text = "a rollout of int2 weights, which is not the learner's policy: once taken for the old policy, once corrected"
-        _announce(4, parts, f"{text}; about {left}")
+        _announce(4, parts, text, study_s * pace)
         compare_corrections(warm, seed)
         run_folder.point_latest(folder)
 
@@ -103,5 +98,5 @@ def compare_corrections(model: Path, seed: int) -> None:
     compare([folder.path for folder in folders], model.parent / "comparison.html")
 
 
-def _announce(part: int, parts: int, text: str) -> None:
-    print(f"\n[{part}/{parts}] {text}", flush=True)
+def _announce(part: int, parts: int, text: str, seconds: float) -> None:
+    print(f"\n[{part}/{parts}] {text}; about {duration(seconds)}", flush=True)

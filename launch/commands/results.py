@@ -35,22 +35,22 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
             error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
             raise BadInput(f"{error}; leave --adapter out to export its model")
     step = _best_step(folder) if best else None
-    busy = f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
-    with _lock_where_possible(folder.export_lock, busy) or contextlib.nullcontext():
+    with _lock_where_possible(folder) or contextlib.nullcontext():
         exported = _export(folder, out, adapter=adapter, step=step)
     what = "the adapters" if adapter else "the model"
     of_step = "" if exported is None else f" of step {exported}"
     print(f"exported {what}{of_step} to {out}", flush=True)
 
 
-def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
+def _lock_where_possible(folder: RunFolder) -> TextIO | None:
     """Lock against a second export of the run, which would take this one's files. None in a folder without write permission
-    or locks. Raises BadInput with ``busy`` if another process has the lock."""
+    or locks. Raises BadInput if another process has the lock."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return locked(path)
+        folder.export_lock.parent.mkdir(parents=True, exist_ok=True)
+        return locked(folder.export_lock)
     except BlockingIOError:
-        raise BadInput(busy) from None
+        busy = f"RUN: {folder.path} is being exported by another process"
+        raise BadInput(f"{busy}; wait for it, or stop it first") from None
     except (OSError, ValueError):
         return None
 

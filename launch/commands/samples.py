@@ -48,7 +48,7 @@ def show_samples(
     group: int | None,
     sibling: int | None,
     tokens: bool,
-    evaluation: bool = False,
+    evaluation: bool,
 ) -> None:
     """Print the samples of ``step`` (None: the last one), of all groups and siblings or only of the given ones. evaluation: the
     samples of the evaluation after it. A run of ``tandem eval`` has no others."""
@@ -71,13 +71,11 @@ def _chosen_step(folder: RunFolder, step: int | None, of: str) -> int:
         raise BadInput(f"RUN: {folder.path} is not a training run, and has no samples of an evaluation")
     if not steps:
         when, field = WRITTEN[of]
-        raise BadInput(
-            f"RUN: {folder.path} has no samples yet; they are written {when}, unless tracking.{field} is 0"
-        )
+        none = f"RUN: {folder.path} has no samples yet"
+        raise BadInput(f"{none}; they are written {when}, unless tracking.{field} is 0")
     if step is not None and step not in steps:
-        raise BadInput(
-            f"--step {step}: no samples of this step in {folder.samples}; there are {_listed(steps)}"
-        )
+        none = f"no samples of this step in {folder.samples}"
+        raise BadInput(f"--step {step}: {none}; there are {_listed(steps)}")
     return steps[-1] if step is None else step
 
 

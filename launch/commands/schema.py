@@ -59,9 +59,8 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         if not entries:
             # Without the titles of variants.
             known = [path for path in dict.fromkeys(paths) if "=" not in path]
-            raise BadInput(
-                f"FIELD: {field} is not a field of kind {kind}; {_fix_of_field(field, known, kind)}"
-            )
+            fix = _fix_of_field(field, known, kind)
+            raise BadInput(f"FIELD: {field} is not a field of kind {kind}; {fix}")
     print("\n".join(text for _, text in entries))
 
 
@@ -102,11 +101,10 @@ def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _entry(path: str, field: Node, root: Node, *, required: bool) -> str:
     unit = ", seconds" if path.endswith("_s") else ""
-    default = "; required" if required else ""
-    own = field.get("default")
+    default, own = "; required" if required else "", field.get("default")
     is_of_the_fields_inside = isinstance(own, dict) and own
     if not required and "default" in field and not is_of_the_fields_inside:
-        default = f"; default {json.dumps(field['default'])}"
+        default = f"; default {json.dumps(own)}"
     head = f"{path}  ({_type_text(field, root)}{unit}{default})"
     blocks = [block for _, block in _blocks(field, root)]
     about = field.get("description") or (blocks[0].get("description", "") if len(blocks) == 1 else "")

@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from configs.errors import counted
 from launch.checks.arguments import as_bad_input
 from launch.processes.run_folder import check_can_be_made, new_path
 from launch.processes.supervisor import Interrupted, Supervisor
@@ -28,9 +28,9 @@ def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
         check_can_be_made("--folder", folder)
     machine, out = this_machine(), new_path(folder.resolve(), "selftest")
     line = Line(checks, machine)
-    where = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "CPU, no GPU"
+    where = counted(machine.gpus, "GPU") if machine.gpus else "CPU, no GPU"
     about = f"about {duration(line.expected)} on two idle cores"
-    print(f"{len(checks)} check{'s' * (len(checks) > 1)} on this machine ({where}), {about}", flush=True)
+    print(f"{counted(len(checks), 'check')} on this machine ({where}), {about}", flush=True)
     print(f"everything goes into {out}", flush=True)
     outcomes, began = list[Outcome](), time.monotonic()
     bench = Bench(out, machine, seed=seed, tick=line.tick)
@@ -59,9 +59,7 @@ def _made(check: Check, bench: Bench, earlier: Sequence[Outcome], line: "Line") 
     return outcome
 
 
-def _tell(
-    out: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping[str, Any]
-) -> None:
+def _tell(out: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping) -> None:
     """Print the table, then write the report. Raises OSError if that is impossible, such as on a full disk."""
     report.print_outcomes(outcomes, width=WIDTH)
     if failed := report.failures(outcomes):
@@ -79,9 +77,7 @@ class Line:
         self._checks = [check for check in checks if check.why_not_here(machine) is None]
         self.expected = sum(check.seconds for check in self._checks)
         self._count, self._number = len(checks), 0
-        self._check = checks[0]
-        self._done = self._spent = 0.0
-        self._told = 0.0
+        self._check, self._done, self._spent, self._told = checks[0], 0.0, 0.0, 0.0
         self._is_terminal = sys.stdout.isatty()
 
     def begin(self, check: Check) -> None:
@@ -92,14 +88,12 @@ class Line:
     def _place(self) -> str:
         return f"[{self._number:>{len(str(self._count))}}/{self._count}]"
 
-    def _left(self, seconds: float) -> str:
-        """The expected rest, corrected by the pace so far: on busy cores everything takes longer."""
+    def tick(self, seconds: float) -> None:
+        """The expected rest is corrected by the pace so far: on busy cores everything takes longer."""
         pace = max(self._spent / self._done, 0.5) if self._done >= 10 else 1.0
         rest = max(self.expected - self._done - self._check.seconds, 0.0) * pace
-        return duration(rest + max(self._check.seconds * pace - seconds, 0.0))
-
-    def tick(self, seconds: float) -> None:
-        text = f"{self._place} … {self._check.name} {seconds:.0f} s, about {self._left(seconds)} left"
+        left = duration(rest + max(self._check.seconds * pace - seconds, 0.0))
+        text = f"{self._place} … {self._check.name} {seconds:.0f} s, about {left} left"
         if self._is_terminal:
             print_over(text)
         elif seconds >= self._told + TELL_EVERY_S:

@@ -14,7 +14,7 @@ from parallel.planning.architecture import Architecture, read_architecture, read
 from parallel.planning.layout import validate_layout
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
 from parallel.planning.other_models import work_of_run
-from parallel.planning.simulated import START, Part, SimulatedRank
+from parallel.planning.simulated import START, SimulatedRank
 
 WIDTH = 120
 TITLES = (
@@ -44,18 +44,14 @@ def print_simulation(
     outside = [rank for rank in chosen if not 0 <= rank < layout.world_size]
     if outside:
         raise BadInput(f"--rank {outside[0]}: the layout has ranks 0 to {layout.world_size - 1}")
-    print(
-        f"{len(chosen)} of {layout.world_size} ranks, without weights and devices; a rank takes a minute or so",
-        flush=True,
-    )
+    number = f"{len(chosen)} of {layout.world_size} ranks"
+    print(f"{number}, without weights and devices; a rank takes a minute or so", flush=True)
     simulated: list[SimulatedRank] = []
     try:
         for rank in simulate_ranks(config, chosen):
             simulated.append(rank)
-            print(
-                f"rank {rank.rank}: {size_text(rank.peak)} at its peak, after {rank.seconds:.0f} s",
-                flush=True,
-            )
+            peak = f"{size_text(rank.peak)} at its peak"
+            print(f"rank {rank.rank}: {peak}, after {rank.seconds:.0f} s", flush=True)
     except SimulationFailed as error:
         raise BadInput(f"{path}: the learner does not run: {error}") from error
     simulated.sort(key=lambda rank: rank.rank)
@@ -74,9 +70,7 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
     if not isinstance(config, RunConfig):
         raise BadInput(f"{path}: kind: {config.kind} has no step to simulate; this command takes kind: train")
     if config.layout.dp == "auto":
-        raise BadInput(
-            f"{path}: layout.dp=auto: a simulation has no processes to count; give a number, such as layout.dp=1"
-        )
+        raise BadInput(f"{path}: layout.dp=auto: a simulation has no processes to count; give a number")
     with as_bad_input(f"{path}: "):
         hf_config = read_hf_config(config.model.path)
         validate_layout(hf_config, config.layout, num_processes=config.layout.world_size)
@@ -85,11 +79,8 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
 
 def planned(config: RunConfig, architecture: Architecture, rank: SimulatedRank) -> LearnerMemory:
     """The memory model's estimate for the step that was simulated."""
-    work = replace(
-        work_of_run(config, "cuda", architecture),
-        token_budget=rank.step.tokens,
-        num_microbatches=rank.step.microbatches,
-    )
+    work, step = work_of_run(config, "cuda", architecture), rank.step
+    work = replace(work, token_budget=step.tokens, num_microbatches=step.microbatches)
     return learner_memory(architecture, config.layout, work, rank.stage)
 
 
@@ -113,10 +104,15 @@ def _details(rank: SimulatedRank) -> Iterator[str]:
         f"rank {rank.rank}: {rank.parameters:,} parameters; {step.microbatches} micro-batches of {step.samples} x {step.places:,} "
         f"tokens, of each {step.response:,} of a response"
     )
-    parts = {
-        name: part for name, part in rank.parts.items() if part.flops or part.collectives or name == START
-    }
-    yield from indented(aligned([("part", "peak", "of it", "", "", ""), *_part_rows(parts)]))
+    items = rank.parts.items()
+    parts = {name: part for name, part in items if part.flops or part.collectives or name == START}
+    rows = [("part", "peak", "of it", "", "", "")]
+    for name, part in parts.items():
+        sizes = sorted(part.at_peak.items(), key=lambda item: -item[1])
+        of_it = ", ".join(f"{what} {size_text(size)}" for what, size in sizes if size >= 2**20)
+        flops, reads = f"{part.flops / 1e12:,.1f} TFLOP", f"{part.host_reads:,} reads by the host"
+        rows.append((name, size_text(part.peak), of_it, flops, reads, ""))
+    yield from indented(aligned(rows))
     collectives = [
         (name, c.operation, c.group, str(c.size), f"{c.calls:,}", size_text(c.bytes))
         for name, part in parts.items()
@@ -125,14 +121,6 @@ def _details(rank: SimulatedRank) -> Iterator[str]:
     yield ""
     titles = ("part", "collective", "group", "ranks", "calls", "bytes")
     yield from indented(aligned([titles, *collectives]))
-
-
-def _part_rows(parts: dict[str, Part]) -> Iterator[tuple[str, ...]]:
-    for name, part in parts.items():
-        sizes = sorted(part.at_peak.items(), key=lambda item: -item[1])
-        of_it = ", ".join(f"{what} {size_text(size)}" for what, size in sizes if size >= 2**20)
-        flops, reads = f"{part.flops / 1e12:,.1f} TFLOP", f"{part.host_reads:,} reads by the host"
-        yield name, size_text(part.peak), of_it, flops, reads, ""
 
 
 def _all_fit(path: Path, simulated: Sequence[SimulatedRank], gpu_memory: float | None) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -39,39 +40,28 @@ def slurm(
     Raises ValueError and ConfigError.
     """
     elements = script.elements(arrays)
-    if submit:
-        script.require_sbatch()
-    parsed = parse_config(config_path, overrides)
-    base = parsed.validated()
-    on_gpus = isinstance(base, RunConfig) and base.launch.nodes is None and base.launch.slurm.gpus != 0
-    if on_gpus and base.layout.dp == "auto":
-        error = "layout.dp=auto takes the GPUs of this machine, not those of the job's node"
-        raise ValueError(f"{error}; set layout.dp, or launch.nodes")
-    check = partial(load_checked, kind=RunConfig, runs=TRAINING, gpu_memory=gpu_memory, in_job=True)
-    configs = [check(parsed.with_overrides(element)) for element in elements]
-    if gpu_memory is not None and not gpus_of_node(configs[0]):
-        raise ValueError(
-            f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({script.DECIDED['gpus']}); leave it out"
-        )
-    for element, config in zip(elements, configs, strict=True):
-        _check_element(element, config, configs[0])
-    if finished := finished_line(configs[0], in_job=True):
+    if submit and shutil.which("sbatch") is None:
+        fix = "run it on a host with Slurm, or leave --submit out and copy the script there"
+        raise ValueError(f"--submit: there is no `sbatch` here; {fix}")
+    configs = _checked(config_path, overrides, elements, gpu_memory)
+    first = configs[0]
+    if finished := finished_line(first, in_job=True):
         print(f"# {finished}" if dry_run else finished, flush=True)  # the output of a dry run is a config
         return
-    if (note := script.note_on_cores(configs[0])) is not None:
+    if (note := script.note_on_cores(first)) is not None:
         print(f"# {note}", flush=True)
     count = len(configs) if arrays else None
-    make_script = partial(script.script_text, configs[0], submitted_from=Path.cwd(), count=count)
-    draft = make_script(_draft_place(configs[0], arrays))
+    make_script = partial(script.script_text, first, submitted_from=Path.cwd(), count=count)
+    draft = make_script(_draft_place(first, arrays))
     script.check_script(draft, by_slurm=submit)
     if dry_run:
         script_lines = ("", "the batch script:", *indented(draft.splitlines()))
-        print_dry_run(configs[0], TRAINING, gpu_memory, in_job=True, further=script_lines)
+        print_dry_run(first, TRAINING, gpu_memory, in_job=True, further=script_lines)
         return
     if arrays:
         place, folders = _make_array(elements, configs)
     else:
-        folders = [RunFolder(folder_of(configs[0]).release().resolve())]
+        folders = [RunFolder(folder_of(first).release().resolve())]
         place = script.place_of_run(folders[0].path)
     place.script.write_text(make_script(place))
     for folder in folders:
@@ -82,6 +72,26 @@ def slurm(
         _submit(place, folders, array=bool(arrays))
     else:
         print(f"submit it:  sbatch {place.script}", flush=True)
+
+
+def _checked(
+    config_path: Path, overrides: list[str], elements: Sequence[Sequence[str]], gpu_memory: float | None
+) -> list[RunConfig]:
+    """The config of every run, after all checks."""
+    parsed = parse_config(config_path, overrides)
+    base = parsed.validated()
+    on_gpus = isinstance(base, RunConfig) and base.launch.nodes is None and base.launch.slurm.gpus != 0
+    if on_gpus and base.layout.dp == "auto":
+        error = "layout.dp=auto takes the GPUs of this machine, not those of the job's node"
+        raise ValueError(f"{error}; set layout.dp, or launch.nodes")
+    check = partial(load_checked, kind=RunConfig, runs=TRAINING, gpu_memory=gpu_memory, in_job=True)
+    configs = [check(parsed.with_overrides(element)) for element in elements]
+    if gpu_memory is not None and not gpus_of_node(configs[0]):
+        error = f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({script.DECIDED['gpus']})"
+        raise ValueError(f"{error}; leave it out")
+    for element, config in zip(elements, configs, strict=True):
+        _check_element(element, config, configs[0])
+    return configs
 
 
 def _check_element(element: Sequence[str], config: RunConfig, first: RunConfig) -> None:
@@ -105,9 +115,7 @@ def _draft_place(config: RunConfig, arrays: Sequence[str]) -> Place:
     return script.place_of_run((config.resume or runs / f"{config.name}-DATE-TIME").resolve())
 
 
-def _make_array(
-    elements: Sequence[Sequence[str]], configs: Sequence[RunConfig]
-) -> tuple[Place, list[RunFolder]]:
+def _make_array(elements: Sequence, configs: Sequence[RunConfig]) -> tuple[Place, list[RunFolder]]:
     runs_dir, folders = configs[0].launch.runs_dir, []
     array = run_folder.new_path(runs_dir, f"{configs[0].name}-array").resolve()
     for number, (element, config) in enumerate(zip(elements, configs, strict=True)):

@@ -137,19 +137,22 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
-    if read_file(folder.summary, OWN_RESULT, []):
-        return "finished"
     done = folder.steps_of_model(damaged)
-    if done is not None and folder.has_final_model() and (config is None or done >= config["steps"]):
+    is_trained = done is not None and folder.has_final_model() and (config is None or done >= config["steps"])
+    if is_trained or read_file(folder.summary, OWN_RESULT, []):
         return "finished"
     if stopped := read_file(folder.address("stopped"), {"step": int, "reason": str}, damaged):
         again = f"it continues with `{next_command(folder)}`"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
-    errors = sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime)
-    if errors:
+    if errors := sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime):
         lines = visible(error_text(errors[0])).strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
+    return _end_without_trace(folder, in_slurm)
+
+
+def _end_without_trace(folder: RunFolder, in_slurm: str) -> str:
+    """The state of a run that no process holds, and that has left neither a result nor an error."""
     if in_slurm.startswith(SILENT):
         return "unknown: Slurm does not say whether the job runs"
     if in_slurm.startswith("COMPLETING"):  # to be requeued, perhaps
@@ -183,13 +186,8 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
     accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
     if accuracy and result.get("failed"):
         accuracy += f" ({result['failed']} of {result.get('count')} rewards failed, and count as wrong)"
-    lines = [
-        ("study", study),
-        ("model", result.get("model")),
-        ("held out", accuracy),
-        ("result", result.get("result")),
-    ]
-    return [(title, str(text)) for title, text in lines if text]
+    lines = [("study", study), ("model", result.get("model")), ("held out", accuracy)]
+    return [(title, str(text)) for title, text in [*lines, ("result", result.get("result"))] if text]
 
 
 def _block_of(config: Mapping[str, Any], name: str, kind: type[Block]) -> Block:
@@ -199,9 +197,7 @@ def _block_of(config: Mapping[str, Any], name: str, kind: type[Block]) -> Block:
         return kind()
 
 
-def _progress_lines(
-    rows: Sequence[dict], ago: float | None, config: Mapping[str, Any]
-) -> list[tuple[str, str]]:
+def _progress_lines(rows: Sequence[dict], ago: float | None, config: Mapping) -> list[tuple[str, str]]:
     """Step, pace and results.
 
     ago: seconds since the last step of an active run; adds the time left. config: of the run; empty if unknown.
@@ -223,14 +219,12 @@ def _progress_lines(
         text += f", about {duration(left)} left; the last one {duration(max(ago, 0))} ago"
     best = best_evaluation(rows, max_failed)
     heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
-    means = [
-        (title, _means_text([v for row in trained if (v := value_of(row, metric)) is not None], show))
-        for title, metric, show in RESULTS
-    ]
-    return [
-        ("step", text),
-        *((title, text) for title, text in [*means, ("held out", _accuracies_text(heldout, best))] if text),
-    ]
+    lines = [("step", text)]
+    for title, metric, show in RESULTS:
+        values = [value for row in trained if (value := value_of(row, metric)) is not None]
+        lines.append((title, _means_text(values, show)))
+    lines.append(("held out", _accuracies_text(heldout, best)))
+    return [(title, text) for title, text in lines if text]
 
 
 def _accuracies_text(accuracies: Mapping[int, float], best: tuple[int, float] | None) -> str:
@@ -291,10 +285,9 @@ def _slurm_state(job: dict) -> str:
     no Slurm, or it has forgotten the job. Begins with SILENT if Slurm does not answer."""
     if shutil.which("squeue") is None:
         return ""
+    job_id, cluster = str(job["job_id"]), job.get("cluster")
     try:
-        answer = ask_squeue(
-            str(job["job_id"]), "%T|%N|%r|%L", cluster=job.get("cluster"), timeout_s=SQUEUE_TIMEOUT_S
-        )
+        answer = ask_squeue(job_id, "%T|%N|%r|%L", cluster=cluster, timeout_s=SQUEUE_TIMEOUT_S)
     except RuntimeError as error:
         return f"{SILENT} ({error})"
     state, nodes, reason, left = [*answer.strip().partition("\n")[0].split("|"), "", "", ""][:4]

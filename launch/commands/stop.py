@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.loader import ConfigError, load_config
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, SftConfig
 from configs.schema.launch import LaunchConfig
 from launch.commands.status import status
 from launch.processes import stopping
@@ -67,9 +67,7 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
         handle = os.pidfd_open(holders[0])
     except OSError:  # in another container, whose processes have no number here; or it has just ended
         if folder.holders():
-            return _refuse(
-                f"{folder.path} runs on this machine in another container: call `tandem stop` there"
-            )
+            return _refuse(f"{folder.path} runs here in another container: call `tandem stop` there")
         return _stop_none(folder)
     number = signal.SIGUSR2 if now else signal.SIGUSR1
     try:
@@ -87,9 +85,7 @@ def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
     lock, process = folder.lock.stat(), Path(f"/proc/{pid}")
     try:
         caught = next(line for line in (process / "status").read_text().splitlines() if "SigCgt" in line)
-        files = [
-            found.stat() for name in os.listdir(process / "fd") if (found := process / "fd" / name).exists()
-        ]
+        files = [file.stat() for file in (process / "fd").iterdir() if file.exists()]
     except PermissionError:
         owner = _name_of(process.stat().st_uid)
         return f"{who}, is of user {owner}, and you are {_name_of(os.getuid())}: only {owner} and root can stop it"
@@ -147,9 +143,7 @@ def _stop_none(folder: RunFolder) -> int:
     if heard and state.startswith(("not running", "running")):
         beat, ago = min(heard, key=lambda pair: pair[1])
         where = f"{beat.host} ({beat.who} gave a sign of life {max(ago, 0):.0f} s ago)"
-        return _refuse(
-            f"{folder.path} does not run on this machine, but on {where}: call `tandem stop` there"
-        )
+        return _refuse(f"{folder.path} does not run here, but on {where}: call `tandem stop` there")
     print(f"{folder.path} is not running: {state}")
     return 0
 
@@ -192,7 +186,7 @@ def _command_of(folder: RunFolder) -> str:
     return (read_file(folder.request, {}, []) or {}).get("study", "eval")
 
 
-def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
+def _config_of(folder: RunFolder) -> AnyConfig | None:
     try:
         return load_config(folder.config)
     except ConfigError:

@@ -43,27 +43,21 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
     cells = _checked(config_path, fixed, elements)
     base = parse_config(config_path, fixed).validated()
     made = Sweep(base.launch.runs_dir.resolve() / f"{base.name}-sweep")
-    devices = _devices(cells, jobs)
-    try:
+    devices, count = _devices(cells, jobs), f"{counted(len(cells), 'run')}, {jobs} at a time"
+    with as_bad_input():
         _check_memory(made, cells)
         if dry_run:
             rows = [(cell.name, counted(cell.config.steps, "step"), made.state(cell)) for cell in cells]
-            about = f"{counted(len(cells), 'run')}, {jobs} at a time; memory: {made.memory}"
-            print(*aligned(rows), about, sep="\n")
+            print(*aligned(rows), f"{count}; memory: {made.memory}", sep="\n")
             return
         made.folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(made.folder / "lock")
-    except BlockingIOError:
-        raise BadInput(
-            f"{made.folder} is being run by another process; wait for it, or stop it first"
-        ) from None
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+        try:
+            lock = locked(made.folder / "lock")
+        except BlockingIOError:
+            busy = f"{made.folder} is being run by another process"
+            raise BadInput(f"{busy}; wait for it, or stop it first") from None
     with lock:
-        print(
-            f"sweep: {counted(len(cells), 'run')}, {jobs} at a time, in {made.folder.parent}; logs: {made.folder}",
-            flush=True,
-        )
+        print(f"sweep: {count}, in {made.folder.parent}; logs: {made.folder}", flush=True)
         try:
             ended = made.run(cells, jobs=jobs, keep_going=keep_going, devices=devices)
         except (Interrupted, KeyboardInterrupt):
@@ -83,9 +77,8 @@ def _is_list(override: str) -> bool:
 
 def _check_keys(varied: Sequence[str], fixed: Sequence[str]) -> None:
     if not varied:
-        raise BadInput(
-            "KEY=V1,V2: no key has several values; give one, such as seed=0,1,2, or use `tandem train`"
-        )
+        fix = "give one, such as seed=0,1,2, or use `tandem train`"
+        raise BadInput(f"KEY=V1,V2: no key has several values; {fix}")
     keys = {text.partition("=")[0] for text in varied}
     for key in (key for key in OF_EVERY_RUN if key in keys):
         raise BadInput(f"{key}: all runs of a sweep have one {key}; give it one value, or leave it out")
@@ -102,7 +95,7 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
     # All runs would continue in one folder, each with the weights of the previous one.
     if isinstance(base, RunConfig) and base.resume is not None:
         raise BadInput("resume: the same command continues a sweep; leave resume out")
-    problems, said, shown = dict[Problem, None](), io.StringIO(), dict[str, None]()
+    problems, said = dict[Problem, None](), io.StringIO()
     for element in elements:
         name = run_name(base.name, element)
         try:
@@ -112,14 +105,12 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
             cells.append(Cell(name=name, config=config))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
-    shown = dict.fromkeys(said.getvalue().splitlines())
-    print("".join(f"{line}\n" for line in shown), end="", file=sys.stderr)
+    for line in dict.fromkeys(said.getvalue().splitlines()):
+        print(line, file=sys.stderr)
     if problems:
         raise ConfigError([*problems])
     if len({cell.name for cell in cells}) < len(cells):
-        raise BadInput(
-            "KEY=V1,V2: two values give the same run name; write values that differ in letters and digits"
-        )
+        raise BadInput("KEY=V1,V2: two values give the same run name; let them differ in letters and digits")
     if len({cell.config.model_dump_json(exclude={"name"}) for cell in cells}) < len(cells):
         raise BadInput("KEY=V1,V2: two of the runs have the same settings; give each value once")
     return cells
@@ -141,15 +132,11 @@ def _devices(cells: Sequence[Cell], jobs: int) -> list[str | None]:
     if jobs == 1:
         return [None]
     if ports := {cell.config.rollout.first_port for cell in cells} - {None}:
-        raise BadInput(
-            f"--jobs {jobs}: rollout.first_port={ports.pop()} allows one run at a time; set it to null"
-        )
+        raise BadInput(f"--jobs {jobs}: rollout.first_port={ports.pop()} allows one run at a time; use null")
     gpus, needed = gpus_here(), max(ranks_of_machine(cell.config) for cell in cells)
     if gpus:
         if jobs * needed > gpus:
-            raise BadInput(
-                f"--jobs {jobs}: a run takes {needed} GPUs, and {gpus} are visible here; lower --jobs"
-            )
+            raise BadInput(f"--jobs {jobs}: a run takes {needed} GPUs, and {gpus} are visible; lower --jobs")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         return [",".join(visible[place * needed : (place + 1) * needed]) for place in range(jobs)]
     device = device_of(cells[0].config, None)
@@ -159,9 +146,7 @@ def _devices(cells: Sequence[Cell], jobs: int) -> list[str | None]:
         raise BadInput(f"--jobs {jobs}: a run takes {each}, and this machine has {device.text}; lower --jobs")
     busy, cores = max(_busy_cores(cell.config) for cell in cells), len(os.sched_getaffinity(0))
     if jobs * busy > cores:
-        text = (
-            f"a run keeps {busy} cores busy, and this machine has {cores}: parallel runs slow each other down"
-        )
+        text = f"a run keeps {busy} of this machine's {cores} cores busy: parallel runs slow each other down"
         print(f"# --jobs {jobs}: {text}", flush=True)
     return [None] * jobs
 

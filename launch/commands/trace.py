@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.checks.arguments import BadInput, as_bad_input, check_file_to_write
 from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
-from tracing.parts import Part, Parts, parts_of
+from tracing.parts import Parts, parts_of
 from tracing.reading import Trace, chrome_trace, read_trace
 from trainer.file_system import write_whole
 
@@ -58,14 +58,11 @@ def table_rows(found: Sequence[Parts]) -> Iterator[tuple[str, ...]]:
         yield parts.process.title, "the whole", *whole, _range([o.wall_s for o in others])
         for part in parts.parts:
             same = [p.seconds for o in others for p in o.parts if p.path == part.path]
-            yield ("", _name(part), *_numbers(part.seconds, part.share, part.count), _range(same))
+            name = "  " * len(part.path) + part.path[-1]
+            yield ("", name, *_numbers(part.seconds, part.share, part.count), _range(same))
         share = parts.outside_s / parts.wall_s
         outside = [other.outside_s for other in others]
         yield ("", "outside of the parts", *_numbers(parts.outside_s, share, None), _range(outside))
-
-
-def _name(part: Part) -> str:
-    return "  " * len(part.path) + part.path[-1]
 
 
 def _numbers(seconds: float, share: float, count: float | None) -> tuple[str, str, str]:

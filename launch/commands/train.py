@@ -42,7 +42,6 @@ from rollout.terminal_text import tandem_command
 if TYPE_CHECKING:
     from rollout.sampling.messages import EvaluationResult
 
-WITHOUT_NODES = "set launch.nodes=null"
 FEW_STEPS = 100
 """A run of at most this many steps is soon repeated, and needs no warning that nothing saves them."""
 
@@ -51,16 +50,10 @@ def train(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> RunFolder | None:
     parsed = parse_config(config_path, overrides)
-    if dry_run:
-        config = load_checked(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory)
-        if finished := finished_line(config):
-            print(f"# {finished}", flush=True)  # the output of a dry run is a config
-        else:
-            print_dry_run(config, TRAINING, gpu_memory)
+    instead = None if dry_run else "use `tandem slurm`, `tandem prepare`, or remove it"
+    config = _checked(parsed, RunConfig, TRAINING, dry_run, gpu_memory, instead)
+    if config is None:
         return None
-    _refuse_other_machines(gpu_memory)
-    instead = "use `tandem slurm`, `tandem prepare`, or remove it"
-    config = load_checked(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
     if config.resume is not None and (finished := finished_line(config)):
         print(finished, flush=True)
         return existing_run(config.resume)
@@ -81,16 +74,13 @@ def train(
             start_sampling(supervisor, folder, config)
             supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
             wait_ready(supervisor, folder, config)
+            limit_s, restarts = config.launch.stop_timeout_s, config.rollout.max_sampler_restarts
             outcome = stopping.wait_for_learner(
-                supervisor,
-                signals,
-                timeout_s=config.launch.stop_timeout_s,
-                sampler_restarts=config.rollout.max_sampler_restarts,
+                supervisor, signals, timeout_s=limit_s, sampler_restarts=restarts
             )
     except RoleFailed as failure:
-        raise RoleFailed(
-            f"{failure}\n{after_end(folder, config, '. When the cause is fixed, ')}"
-        ) from failure
+        further = after_end(folder, config, ". When the cause is fixed, ")
+        raise RoleFailed(f"{failure}\n{further}") from failure
     except Interrupted:
         ended = "interrupted; every process of the run has ended"
         raise Interrupted(f"{ended}. {after_end(folder, config, '; ')}") from None
@@ -126,10 +116,7 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
         try:
             yield
         except RoleFailed as failure:
-            causes = watch.ended()
-            if not causes:
-                raise
-            raise RoleFailed("\n".join([*causes, str(failure)])) from failure
+            raise RoleFailed("\n".join([*watch.ended(), str(failure)])) from failure
 
 
 def after_end(folder: RunFolder, config: RunConfig, then: str) -> str:
@@ -158,9 +145,8 @@ def resume(
     layers = parse_config(folder.config).layers
     kind = layers[0].at(["kind"]) if layers else None
     if kind is not None and kind.plain() == "sft":
-        raise BadInput(
-            f"RUN: {run} is a warm start, which saves no checkpoint to continue from; {way_on(folder, 'sft')}"
-        )
+        warm = f"RUN: {run} is a warm start, which saves no checkpoint to continue from"
+        raise BadInput(f"{warm}; {way_on(folder, 'sft')}")
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
@@ -173,7 +159,7 @@ def sft(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> Path | None:
     parsed = parse_config(config_path, overrides)
-    config = _to_run_here(parsed, SftConfig, WARM_START, dry_run=dry_run, gpu_memory=gpu_memory)
+    config = _checked(parsed, SftConfig, WARM_START, dry_run, gpu_memory)
     if config is None:
         return None
     folder = new_run(config, config.name)
@@ -190,7 +176,7 @@ def evaluate(
     if (config_path / "config.yaml").is_file():
         config_path, overrides = _trained_model(existing_run(config_path), overrides)
     parsed = parse_config(config_path, overrides)
-    config = _to_run_here(parsed, RunConfig, EVALUATION, dry_run=dry_run, gpu_memory=gpu_memory)
+    config = _checked(parsed, RunConfig, EVALUATION, dry_run, gpu_memory)
     if config is None:
         return None
     from rollout.sampling.messages import SamplingError
@@ -242,9 +228,9 @@ def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[
 
 def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[str, Any], str]:
     """(for the file of the summary, in words)."""
-    summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
-    summary |= {"reward_mean": result.reward_mean, "failed": result.failed}
-    summary["accuracy_error"] = result.accuracy_error
+    summary: dict[str, Any] = {"accuracy": result.accuracy, "accuracy_error": result.accuracy_error}
+    summary |= {"count": result.count, "failed": result.failed, "reward_mean": result.reward_mean}
+    summary["model"] = str(model)
     text = f"accuracy {_accuracy_text(result, f' on {result.count} held-out samples')}"
     if result.reward_mean != result.accuracy:  # equal where all rewards are 0 or 1
         text += f", mean reward {result.reward_mean:.4f}"
@@ -273,22 +259,26 @@ def _accuracy_text(result: "EvaluationResult", of: str = "") -> str:
     return f"{result.accuracy:.4f}{error}{of}{failed}"
 
 
-def _to_run_here(
-    parsed: ParsedConfig, kind: type[Config], roles: Sequence[str], *, dry_run: bool, gpu_memory: float | None
+def _checked(
+    parsed: ParsedConfig,
+    kind: type[Config],
+    roles: Sequence[str],
+    dry_run: bool,
+    gpu_memory: float | None,
+    instead_of_nodes: str | None = "set launch.nodes=null",
 ) -> Config | None:
     """The checked config of roles that all run on this machine. None after a dry run, which this function prints."""
-    config = load_checked(parsed, kind, runs=roles, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
-    if dry_run:
-        print_dry_run(config, roles, gpu_memory)
-        return None
-    _refuse_other_machines(gpu_memory)
-    return config
-
-
-def _refuse_other_machines(gpu_memory: float | None) -> None:
-    if gpu_memory is not None:
+    if gpu_memory is not None and not dry_run:
         error = f"--gpu-memory {gpu_memory:g} describes the GPUs of other machines"
         raise BadInput(f"{error}; use it with --dry-run, or leave it out")
+    config = load_checked(parsed, kind, runs=roles, gpu_memory=gpu_memory, instead_of_nodes=instead_of_nodes)
+    if not dry_run:
+        return config
+    if "learn" in roles and isinstance(config, RunConfig) and (finished := finished_line(config)):
+        print(f"# {finished}", flush=True)  # the output of a dry run is a config
+    else:
+        print_dry_run(config, roles, gpu_memory)
+    return None
 
 
 def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) -> None:
@@ -309,23 +299,21 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
         text = f"{before:.1%} before, " if before is not None else ""
         step = summary["accuracy_after_step"]
         done = "" if step == summary["steps"] else f"{step} of "
-        print(
-            f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
-        )
+        text += f"{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
+        print(f"held-out accuracy: {text}")
         if (summary.get("accuracy_best") or 0.0) > summary["accuracy_after"]:
             best = summary["accuracy_best_step"]
             where = _checkpoint_of_best(folder, config, best)
             print(f"best:        {summary['accuracy_best']:.1%} after step {best}; {where}")
-    uri = without_credentials(tracking_uri(config, folder.path))
-    page, model = folder.report, folder.hf
+    uri, path = without_credentials(tracking_uri(config, folder.path)), folder.path
     tandem = partial(_typed_here, "tandem")
-    anew = f"not written; {tandem('report', folder.path)} writes it"
-    print(f"report:      {f'{page} (open it in a browser)' if page.is_file() else anew}")
-    print(f"model:       {model} (Hugging Face format)")
+    anew = f"not written; {tandem('report', path)} writes it"
+    print(f"report:      {f'{folder.report} (open it in a browser)' if folder.report.is_file() else anew}")
+    print(f"model:       {folder.hf} (Hugging Face format)")
     print(f"MLflow:      {_typed_here('mlflow', 'ui', '--backend-store-uri', uri)}")
-    print(f"all runs:    {tandem('list', folder.path.parent)}")
+    print(f"all runs:    {tandem('list', path.parent)}")
     if folder.newest_checkpoint() is not None:
-        path, more = folder.path, f"steps={2 * summary['steps']}"
+        more = f"steps={2 * summary['steps']}"
         job = tandem("slurm", folder.config, f"resume={path}", more, "--submit")
         print(f"continue:    {job if in_job else tandem('resume', path, more)}")
     if isinstance(config.task, CountdownTask):  # the quickstart's task

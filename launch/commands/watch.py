@@ -48,6 +48,8 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 """Characters of a curve and of the bar of a step."""
 MOST_SAMPLES = 4
+Part = tuple[str, RenderableType]
+"""(title, content) of a panel."""
 
 
 def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
@@ -55,7 +57,7 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
     console, decode = Console(highlight=False), cache(lambda: decode_of(folder)[0])
     metrics = GrowingMetrics(folder.metrics)
     if once:
-        for title, part in _parts(folder, metrics, decode):
+        for title, part in _parts(folder, metrics.read(), decode):
             console.print(Panel(part, title=title, title_align="left"))
         return
     if not console.is_terminal:
@@ -65,15 +67,12 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_screen(_parts(folder, metrics, decode)), refresh=True)
+            live.update(_screen(_parts(folder, metrics.read(), decode)), refresh=True)
             time.sleep(every_s)
 
 
-def _parts(
-    folder: RunFolder, metrics: GrowingMetrics, decode: Callable[[], Decode]
-) -> list[tuple[str, RenderableType]]:
-    """(title, content) of the panels. ``metrics``: of the folder."""
-    rows = metrics.read()
+def _parts(folder: RunFolder, rows: Sequence[dict], decode: Callable[[], Decode]) -> list[Part]:
+    """The panels. ``rows``: of the folder's metrics."""
     return [
         ("run", Text(str(status(folder, rows=rows)), no_wrap=True, overflow="ellipsis")),
         ("curves", curves(rows)),
@@ -82,7 +81,7 @@ def _parts(
     ]
 
 
-def _screen(parts: Sequence[tuple[str, RenderableType]]) -> Layout:
+def _screen(parts: Sequence[Part]) -> Layout:
     """The panels one below the other at full height. The samples get the remaining height, and are cut to it."""
     panels = []
     for title, part in parts:

@@ -11,8 +11,6 @@ from rollout.servers.ports import LOOPBACK, choose_ports
 
 SOMEWHERE = ("203.0.113.1", 9)
 """An unused address (TEST-NET-3 of RFC 5737), which the default route leads to. Nothing is sent to it."""
-
-
 GLOO_AND_TENSORPIPE = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 AS_IN_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables that SGLang 0.5.23 sets in a server's processes if the environment does not (``_set_envs_and_config``). They decide
@@ -30,7 +28,11 @@ def own_address(nodes: NodesConfig | None) -> str:
     if nodes is None:
         return LOOPBACK
     if nodes.interface is not None:
-        return _address_of(nodes.interface)
+        if addresses := _addresses().get(nodes.interface):
+            return addresses[0]
+        error = "does not exist" if addresses is None else "has no IPv4 address"
+        where = f"launch.nodes.interface: {nodes.interface} {error} on {socket.gethostname()}"
+        raise ValueError(f"{where}; use one of: {_interfaces_here()}")
     address = _host_name_address() or _default_route_address()
     if address is None:
         raise ValueError(
@@ -49,18 +51,15 @@ def role_environment(nodes: NodesConfig | None) -> dict[str, str]:
     variables that are already set are kept.
     """
     alike = {name: value for name, value in AS_IN_SERVERS.items() if name not in os.environ}
-    return _interfaces(nodes) | alike
-
-
-def _interfaces(nodes: NodesConfig | None) -> dict[str, str]:
     if nodes is None:
         loopback = _interface_with(LOOPBACK) or "lo"
-        return dict.fromkeys((*GLOO_AND_TENSORPIPE, "NCCL_SOCKET_IFNAME"), loopback)
+        return alike | dict.fromkeys((*GLOO_AND_TENSORPIPE, "NCCL_SOCKET_IFNAME"), loopback)
     if nodes.interface is not None:
-        nccl = {"NCCL_SOCKET_IFNAME": f"={nodes.interface}"}
-        return dict.fromkeys(GLOO_AND_TENSORPIPE, nodes.interface) | nccl
-    interface = _interface_with(own_address(nodes))
-    return {} if interface is None else {n: interface for n in GLOO_AND_TENSORPIPE if n not in os.environ}
+        alike["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
+        return alike | dict.fromkeys(GLOO_AND_TENSORPIPE, nodes.interface)
+    if (interface := _interface_with(own_address(nodes))) is not None:
+        alike |= {name: interface for name in GLOO_AND_TENSORPIPE if name not in os.environ}
+    return alike
 
 
 def free_port(address: str) -> int:
@@ -74,16 +73,6 @@ def _addresses() -> dict[str, list[str]]:
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for name, entries in psutil.net_if_addrs().items()
     }
-
-
-def _address_of(interface: str) -> str:
-    addresses = _addresses().get(interface)
-    if addresses:
-        return addresses[0]
-    error = "has no IPv4 address" if addresses == [] else "does not exist"
-    raise ValueError(
-        f"launch.nodes.interface: {interface} {error} on {socket.gethostname()}; use one of: {_interfaces_here()}"
-    )
 
 
 def _interface_with(address: str) -> str | None:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import psutil
 
@@ -31,6 +31,8 @@ from launch.processes.run_folder import RunFolder, error_text, write_json
 from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S
 
+Content = TypeVar("Content")
+Other = TypeVar("Other")
 BEAT_S = 10.0
 MISSED = 3
 """Times BEAT_S. After a longer gap between two looks the first does not count: this process was itself stopped, with the
@@ -137,18 +139,16 @@ class StoppedProcesses:
         return lines
 
 
+def _unless_gone(read: Callable[[], Content], otherwise: Other) -> Content | Other:
+    """What a process tells about itself, or ``otherwise`` if it is gone."""
+    try:
+        return read()
+    except psutil.NoSuchProcess:
+        return otherwise
+
+
 def _status(process: psutil.Process) -> str | None:
-    try:
-        return process.status()
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "gone by now"
+    return _unless_gone(process.status, None)
 
 
 class _Looking:
@@ -201,8 +201,11 @@ class Pulse(_Looking):
 
     def look(self) -> None:
         children = self._me.children(recursive=True)
-        self._ended += self._stopped.end(children, lambda child: f"a process of {self._who}, {_name(child)}")
-        used, now = sum(map(_cpu_seconds, [self._me, *children])), time.monotonic()
+        self._ended += self._stopped.end(
+            children, lambda child: f"a process of {self._who}, {_unless_gone(child.name, 'gone by now')}"
+        )
+        times = [_unless_gone(process.cpu_times, (0.0, 0.0)) for process in (self._me, *children)]
+        used, now = sum(user + system for user, system, *_ in times), time.monotonic()
         # The sum shrinks when a child ends.
         share = max(used - self._cpu, 0.0) / max(now - self._cpu_at, 0.001)
         self._cpu, self._cpu_at = used, now
@@ -211,14 +214,6 @@ class Pulse(_Looking):
             since=self._since, now=now, cpu=round(share, 3), ended=self._ended,
         )  # fmt: skip
         write_json(self._file, asdict(beat))
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system
 
 
 class Watch(_Looking):

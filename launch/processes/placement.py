@@ -6,7 +6,9 @@ same nodes and GPUs. Learner ranks fill their nodes evenly, in order. Replicas f
 replica that is larger than a node takes several, each with an equal share of its tensor-parallel ranks.
 """
 
-from configs.schema import RunConfig, SftConfig
+from collections import Counter
+
+from configs.schema import AnyConfig, RunConfig
 from configs.schema.launch import NodesConfig
 from rollout.servers.share import ServerShare
 
@@ -44,13 +46,13 @@ def servers_on(config: RunConfig, node: int) -> list[ServerShare]:
     return [share for share in servers(config) if share.node == node]
 
 
-def learner_ranks_per_node(config: RunConfig | SftConfig) -> int:
+def learner_ranks_per_node(config: AnyConfig) -> int:
     """Raises ValueError if the ranks do not fill the nodes evenly."""
     ranks, nodes = config.layout.world_size, 1 if config.launch.nodes is None else config.launch.nodes.learner
     return _split_evenly(ranks, nodes, "the learner's processes (layout)", "launch.nodes.learner")
 
 
-def first_server_node(config: RunConfig | SftConfig) -> int:
+def first_server_node(config: AnyConfig) -> int:
     """The servers' first node among those of the job, which begin with the learner's."""
     nodes = config.launch.nodes
     return 0 if nodes is None or config.launch.takes_turns else nodes.learner
@@ -62,7 +64,7 @@ def num_nodes(config: RunConfig) -> int:
     return 1 if nodes is None else first_server_node(config) + nodes.rollout
 
 
-def gpus_of_node(config: RunConfig | SftConfig) -> int:
+def gpus_of_node(config: AnyConfig) -> int:
     """GPUs of each node of a job that runs this config."""
     nodes, asked = config.launch.nodes, config.launch.slurm.gpus
     if nodes is not None:
@@ -70,7 +72,7 @@ def gpus_of_node(config: RunConfig | SftConfig) -> int:
     return asked if asked is not None else ranks_of_machine(config)
 
 
-def ranks_of_machine(config: RunConfig | SftConfig) -> int:
+def ranks_of_machine(config: AnyConfig) -> int:
     """GPUs that a run on one machine takes."""
     shares = servers(config) if isinstance(config, RunConfig) else []
     return max([config.layout.world_size, *(share.first_gpu + share.num_ranks for share in shares)])
@@ -114,14 +116,12 @@ def _check_servers(config: RunConfig, nodes: NodesConfig) -> None:
             f"nodes have only rollout.replicas={rollout.replicas}; use "
             f"rollout.replicas={nodes.rollout * (gpus // rollout.tp)}, or fewer nodes"
         )
-    used: dict[int, int] = {}
+    ranks = Counter[int]()
     for share in servers(config):
-        used[share.node] = used.get(share.node, 0) + share.num_ranks
-    if not gpus:
-        return
-    if max(used.values()) > gpus:
+        ranks[share.node] += share.num_ranks
+    if gpus and (most := max(ranks.values())) > gpus:
         raise ValueError(
-            f"rollout.replicas={rollout.replicas} of rollout.tp={rollout.tp} put {max(used.values())} server ranks on a node of "
+            f"rollout.replicas={rollout.replicas} of rollout.tp={rollout.tp} put {most} server ranks on a node of "
             f"launch.nodes.gpus_per_node={gpus}; use more launch.nodes.rollout, or fewer or smaller replicas"
         )
 

@@ -38,15 +38,7 @@ from configs.errors import ConfigError
 from configs.reading.files import text_of
 from launch.processes.locks import holders_of, locked
 from launch.processes.started_by import record_command
-from parallel.checkpoints.files import (
-    latest_valid,
-    missing,
-    read_again,
-    step_folder,
-    step_folders,
-    step_of,
-    valid_checkpoints,
-)
+from parallel.checkpoints import files as checkpoints
 from rollout.run_key import RunKey, run_key
 from rollout.terminal_text import visible
 from trainer.file_system import read_file, write_whole
@@ -133,22 +125,19 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint whose files are complete, by its manifest."""
-        return latest_valid(self.checkpoints)
+        return checkpoints.latest_valid(self.checkpoints)
 
     def damage_of_newest(self) -> str:
         """What is wrong with the newest checkpoint; "" if it is complete, or there is none."""
-        folders = [*step_folders(self.checkpoints).values()]
-        wrong = missing(folders[-1]) if folders else None
+        folders = [*checkpoints.step_folders(self.checkpoints).values()]
+        wrong = checkpoints.missing(folders[-1]) if folders else None
         return f" ({folders[-1].name}: {wrong})" if wrong else ""
-
-    def had_critic(self) -> bool:
-        """Whether any checkpoint, whole or not, is of a critic."""
-        return bool(step_folders(self.critic_checkpoints))
 
     def newest_with_critic(self) -> Path | None:
         """The newest step whose checkpoints of policy and critic are both complete. A run with a critic continues from it."""
-        steps = valid_checkpoints(self.checkpoints).keys() & valid_checkpoints(self.critic_checkpoints).keys()
-        return step_folder(self.checkpoints, max(steps)) if steps else None
+        policy, critic = map(checkpoints.valid_checkpoints, (self.checkpoints, self.critic_checkpoints))
+        steps = policy.keys() & critic.keys()
+        return checkpoints.step_folder(self.checkpoints, max(steps)) if steps else None
 
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints.
@@ -156,7 +145,7 @@ class RunFolder:
         Whether all steps are done is another question: see ``launch.slurm.job.is_finished``.
         """
         newest, done = self.newest_checkpoint(), self.steps_of_model([])
-        return done is not None and (newest is None or (step_of(newest) or 0) <= done)
+        return done is not None and (newest is None or (checkpoints.step_of(newest) or 0) <= done)
 
     def steps_of_model(self, damaged: list[str]) -> int | None:
         """The number of steps that made the model in ``hf/``. None if there is no model or it cannot be read; it then does not
@@ -199,7 +188,7 @@ class RunFolder:
         # Each start has its own key, so an old log reveals nothing about the next start.
         (self.path / KEY).unlink(missing_ok=True)
         # Damaged checkpoints count: the learner reports them, and the run does not start from the beginning.
-        if not step_folders(self.checkpoints):
+        if not checkpoints.step_folders(self.checkpoints):
             self.put_metrics_aside()
 
     def holders(self) -> list[int]:
@@ -224,20 +213,18 @@ class RunFolder:
     def read_address(self, role: str) -> dict | None:
         """What ``role`` has announced; None if it has not. Raises OSError if the file system does not deliver the file in
         several reads."""
-        return read_again(lambda: self._read_announcement(role), whatever=True)
 
-    def _read_announcement(self, role: str) -> dict | None:
-        try:
-            return json.loads(text_of(self.address(role)))
-        except FileNotFoundError:
-            return None
+        def read() -> dict | None:
+            with contextlib.suppress(FileNotFoundError):
+                return json.loads(text_of(self.address(role)))
+
+        return checkpoints.read_again(read, whatever=True)
 
     def wait_for_address(self, role: str, *, timeout_s: float) -> dict:
         address = _wait_for(lambda: self.read_address(role), timeout_s)
         if address is None:
-            raise TimeoutError(
-                f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
-            )
+            late = f"within {timeout_s:.0f} s"
+            raise TimeoutError(f"the {role} role did not report its address in {self.path} {late}")
         return address
 
 
@@ -315,7 +302,7 @@ def keep_config(folder: RunFolder) -> Path:
     """Copy the config of the steps so far to ``config-step-8.yaml``, before a resume changes it. If an earlier resume from this
     step kept one, it stays: no step of the later config is left. Raises ConfigError where it cannot be written."""
     newest = folder.newest_checkpoint()
-    kept = folder.path / f"config-step-{step_of(newest) if newest is not None else 0}.yaml"
+    kept = folder.path / f"config-step-{checkpoints.step_of(newest) if newest is not None else 0}.yaml"
     if not kept.exists():
         with _writing_in("resume", folder.path):
             write_whole(kept, folder.config.read_bytes(), flush=True)

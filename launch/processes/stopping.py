@@ -217,9 +217,8 @@ def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]
             try:
                 supervisor.check(may_end=("sample",), but_not=names)
             except RoleFailed as cause:
-                raise RoleFailed(
-                    f"{cause}\nThe learner ended because of it: {text.splitlines()[0]}"
-                ) from loss
+                why = f"The learner ended because of it: {text.splitlines()[0]}"
+                raise RoleFailed(f"{cause}\n{why}") from loss
             time.sleep(POLL_S)
         raise
 
@@ -271,9 +270,8 @@ class StopSignals:
         self._looked_at = -LOOK_EVERY_S
 
     def __enter__(self) -> "StopSignals":
-        self._previous = {
-            number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGUSR1)
-        }
+        requests = (signal.SIGTERM, signal.SIGUSR1)
+        self._previous = {number: signal.signal(number, self._take) for number in requests}
         return self
 
     def __exit__(self, *exception: object) -> None:

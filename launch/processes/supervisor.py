@@ -105,8 +105,8 @@ class Supervisor:
             hint = f"`kill {os.getpid()}` ends this run"
             print(f"started in the background, where Ctrl-C does nothing: {hint}", flush=True)
         stops = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-        stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
-        stops += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
+        keys = (signal.SIGHUP, signal.SIGINT)
+        stops += [number for number in keys if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, lambda *_: self.interrupt()) for number in stops}
         self._was_subreaper = ctypes.c_int()
         ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(self._was_subreaper))
@@ -287,9 +287,8 @@ def shorten(log: Path) -> bool:
         file.seek(dropped)
         end = file.read(KEPT_LOG)
         file.truncate(0)
-        file.write(
-            b"(%d bytes before this were dropped: a log has %d at most)\n%b" % (dropped, LARGEST_LOG, end)
-        )
+        about = f"({dropped} bytes before this were dropped: a log has {LARGEST_LOG} at most)\n"
+        file.write(about.encode() + end)
     return True
 
 
@@ -350,11 +349,8 @@ def _cause_text(running: _Running) -> str:
     if error and deaths:
         error = f"another rank, which lost it, said: {error}"
     last_words = error or _own_last_lines(running, deaths)
-    if (
-        not last_words
-        and not _are_all_killed(deaths)
-        and shutil.disk_usage(role.log.parent).free < FULL_BYTES
-    ):
+    is_unexplained = not last_words and not _are_all_killed(deaths)
+    if is_unexplained and shutil.disk_usage(role.log.parent).free < FULL_BYTES:
         last_words = f"the disk of {role.log.parent} is full, so it could not write why; free space"
     return textwrap.indent(visible("\n".join(filter(None, [*deaths, last_words]))), "    ")
 

@@ -56,7 +56,6 @@ class Cell:
 class Ended:
     """How an unfinished run ended."""
 
-    name: str
     text: str
     failed: bool
 
@@ -74,9 +73,8 @@ class Sweep:
         """The name of the newest run folder of each run that was started. Raises ValueError if the file is damaged, or names a
         path elsewhere."""
         try:
-            runs = {
-                str(name): str(folder) for name, folder in json.loads(text_of(self.memory))["runs"].items()
-            }
+            items = json.loads(text_of(self.memory))["runs"].items()
+            runs = {str(name): str(folder) for name, folder in items}
             for name in [*runs, *runs.values()]:
                 if name in ("", "..") or Path(name).name != name:
                     raise ValueError(f"{name!r} is no name in a folder")
@@ -167,14 +165,11 @@ class Sweep:
         for cell in cells:
             told, folder = False, self.run_folder(cell.name)
             while folder is not None and (folder.holders() or living_roles(folder)):
+                cell_text = f"{cell.name}, which still runs in {folder.path}"
                 if not told:
-                    print(
-                        f"waiting for the end of {cell.name}, which still runs in {folder.path}", flush=True
-                    )
+                    print(f"waiting for the end of {cell_text}", flush=True)
                 if time.monotonic() > deadline:
-                    raise RoleFailed(
-                        f"{cell.name} still runs in {folder.path}; end it by `{tandem_command('stop', folder.path)}`"
-                    )
+                    raise RoleFailed(f"{cell_text}: end it by `{tandem_command('stop', folder.path)}`")
                 told = True
                 time.sleep(POLL_S)
 
@@ -221,7 +216,7 @@ class Sweep:
         last = textwrap.indent(supervisor.last_lines(cell.name, LAST_LINES), "    ")
         log = f"its whole log: {self.folder / f'{cell.name}.log'}"
         how = "was stopped" if code in STOPPED else "failed"
-        return Ended(cell.name, f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
+        return Ended(f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
 
 
 @contextlib.contextmanager
@@ -262,10 +257,8 @@ class _Progress:
 
     def line(self, cells: Sequence[Cell]) -> None:
         if sys.stdout.isatty() and cells:
-            steps = ", ".join(
-                f"{cell.name}: step {self._step(cell)} of {cell.config.steps}" for cell in cells
-            )
-            print_over(steps, self._time_left())
+            steps = (f"{cell.name}: step {self._step(cell)} of {cell.config.steps}" for cell in cells)
+            print_over(", ".join(steps), self._time_left())
 
     def _time_left(self) -> str:
         done, total = self._done(), sum(cell.config.steps for cell in self._cells)

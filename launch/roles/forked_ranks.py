@@ -56,12 +56,10 @@ def may_fork() -> bool:
     )
 
 
-def _handler(
-    entrypoint: str, args: tuple, env: dict[str, str], *rest: Any, **options: Any
-) -> SubprocessHandler:
+def _handler(entrypoint: str, args: tuple, env: dict[str, str], *rest: Any, **more: Any) -> SubprocessHandler:
     is_ours = tuple(args[:3]) == ("-u", *COMMAND)
     handler = ForkedHandler if is_ours and may_fork() else SubprocessHandler
-    return handler(entrypoint, args, env, *rest, **options)
+    return handler(entrypoint, args, env, *rest, **more)
 
 
 class ForkedHandler(SubprocessHandler):
@@ -108,11 +106,10 @@ def _become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> No
 
     def rank() -> None:
         os.setsid()
+        handlers = {signal.SIGINT: signal.default_int_handler}
         for number in HANDLED:
             if callable(signal.getsignal(number)):
-                signal.signal(
-                    number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                )
+                signal.signal(number, handlers.get(number, signal.SIG_DFL))
         setproctitle(" ".join([sys.executable, *COMMAND, *arguments]))
         os.environ.clear()
         os.environ.update(environment)

@@ -43,7 +43,6 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     with imported_for_good():
         import torch.distributed as dist
 
-        from trainer.loop import evaluate_before, saved_where_interrupted, train
         from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
     rank = int(os.environ.get("RANK", "0"))
     listener = StopListener(folder, is_first_rank=rank == 0)
@@ -57,21 +56,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     # Objects of the start-up live as long as the run: each collection would spend a tenth of a second on them.
     gc.freeze()
     try:
-        # On exit the tracker records FINISHED, FAILED or KILLED.
-        ledger = contextlib.nullcontext() if run.ledger is None else contextlib.closing(run.ledger)
-        with ledger, run.tracker or contextlib.nullcontext():
-            with saved_where_interrupted(run):
-                doing("comparing the engines")
-                compare_engines(run)
-                started = time.perf_counter()
-                evaluate_before(run)
-                train(run)
-                run.weight_sync.prove(config.rollout.temperature)
-                run.devices.give_to_learner()
-                doing("export")
-            trained = time.perf_counter()
-            # Requests to stop have no effect from here on: the rest ends the run too.
-            export(run, folder, start_up_s=started - began, training_s=trained - started)
+        _train_and_export(run, folder, began)
     except INTERRUPTIONS as interruption:
         is_stop = isinstance(interruption, StopRequested)
         if is_stop and run.learner.is_first_rank:
@@ -83,6 +68,26 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
             exit_now(0)
         raise
     end_run(run)
+
+
+def _train_and_export(run: "Run", folder: RunFolder, began: float) -> None:
+    from trainer.loop import evaluate_before, saved_where_interrupted, train
+
+    # On exit the tracker records FINISHED, FAILED or KILLED.
+    ledger = contextlib.nullcontext() if run.ledger is None else contextlib.closing(run.ledger)
+    with ledger, run.tracker or contextlib.nullcontext():
+        with saved_where_interrupted(run):
+            run.doing("comparing the engines")
+            compare_engines(run)
+            started = time.perf_counter()
+            evaluate_before(run)
+            train(run)
+            run.weight_sync.prove(run.config.rollout.temperature)
+            run.devices.give_to_learner()
+            run.doing("export")
+        trained = time.perf_counter()
+        # Requests to stop have no effect from here on: the rest ends the run too.
+        export(run, folder, start_up_s=started - began, training_s=trained - started)
 
 
 def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: float) -> None:
@@ -148,22 +153,21 @@ def build_run(
         role_start_s=min(config.launch.start_timeout_s, config.launch.patience_s),
         say=partial(print, flush=True),
     )
-    checkpointer = Checkpointer(
-        folder.checkpoints, config.checkpoint, turns, max_failed=config.alarms.reward_failed_max
-    )
+    max_failed = config.alarms.reward_failed_max
+    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns, max_failed=max_failed)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
+    tracker = ledger = None
     if learner.is_first_rank:
         forget_lost_steps(folder, recorder, resumed_from)
         forget_trace(folder, config, resumed_from)
         checkpointer.notices += put_older_model_aside(folder, config, resumed_from)
-    # The tracker comes last: an error after it is open would leave it open.
-    tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
-    ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
-    for notice in checkpointer.notices:
-        tracker.note(notice)
-    if tracker is not None and ledger is not None:
+        # The tracker comes last: an error after it is open would leave it open.
+        tracker = Tracker(config, folder.path, resumed_from_step=resumed_from)
+        ledger = Ledger(folder.ledger, keep_until=resumed_from or 0)
+        for notice in checkpointer.notices:
+            tracker.note(notice)
         warn_of_lost_lines(tracker, ledger, resumed_from or 0)
     return Run(
         config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer, recorder=recorder,
@@ -196,10 +200,8 @@ def warn_of_lost_lines(tracker: "Tracker", ledger: "Ledger", resumed_from: int) 
         lost = "report and summary use only the lines that it has"
         tracker.warn_once("lost metrics", f"metrics.jsonl {lacks}: {lost}")
     if ledger.last_step < resumed_from:
-        lost = "it does not show which groups the missing steps have used"
-        tracker.warn_once(
-            "lost ledger", f"ledger.jsonl {lacks}: {lost}; the data continues by the checkpoint"
-        )
+        lost = "it does not show which groups missing steps have used; the data continues by the checkpoint"
+        tracker.warn_once("lost ledger", f"ledger.jsonl {lacks}: {lost}")
 
 
 def forget_trace(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> None:
@@ -267,13 +269,6 @@ def end_run(run: "Run") -> None:
     dist.destroy_process_group()
 
 
-def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
-    """Return when servers and sample role are ready. Every rank polls: waiting in a collective for rank 0 would fail after
-    ``collective_timeout_s``, while the servers may take longer to start."""
-    wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
-    folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
-
-
 def server_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
     """``read_lives``. Raises RolloutError if a serve role has ended, since its servers will not come back."""
     from rollout.client import RolloutError
@@ -291,33 +286,26 @@ def learner_and_rollout(
     the servers' devices is built once they have freed their memory."""
     import torch.distributed as dist
 
+    from rollout.sampling.remote import RemoteSampler
     from trainer.learner import Learner
     from trainer.ranks.totals import on_first_rank
     from trainer.turns import CACHE, WEIGHTS, make_room
 
-    takes_turns = config.launch.takes_turns
-    learner = None if takes_turns else Learner(config)
-    wait_for_rollout(folder, config)
-    remote, control = _connect(folder, config, control_of) if dist.get_rank() == 0 else (None, None)
+    takes_turns, timeout_s = config.launch.takes_turns, config.launch.start_timeout_s
+    learner, remote, control = None if takes_turns else Learner(config), None, None
+    # Every rank polls: waiting in a collective for rank 0 would fail after ``collective_timeout_s``, while the servers may
+    # take longer to start.
+    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
+    address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
+    if dist.get_rank() == 0:
+        remote = RemoteSampler(
+            address,
+            find=partial(folder.read_address, "sample") if config.rollout.max_sampler_restarts else None,
+            timeout_s=config.launch.patience_s,
+            peer_timeout_s=config.launch.peer_timeout_s,
+            key=folder.run_key(),
+        )
+        control = control_of(urls)
     if takes_turns:
         on_first_rank(lambda: make_room(control, CACHE, WEIGHTS))
     return learner or Learner(config), remote, control
-
-
-def _connect(
-    folder: RunFolder, config: RunConfig, control_of: "ControlOf"
-) -> "tuple[RemoteSampler, SGLangControl]":
-    """Rank 0's connections to the sample role and to the servers."""
-    from rollout.sampling.remote import RemoteSampler
-
-    timeout_s = config.launch.start_timeout_s
-    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
-    address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    remote = RemoteSampler(
-        address,
-        find=partial(folder.read_address, "sample") if config.rollout.max_sampler_restarts else None,
-        timeout_s=config.launch.patience_s,
-        peer_timeout_s=config.launch.peer_timeout_s,
-        key=folder.run_key(),
-    )
-    return remote, control_of(urls)

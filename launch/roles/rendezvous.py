@@ -129,18 +129,15 @@ class SeveralNodes(_Rendezvous):
         except dist.DistStoreError as error:
             count, seconds = sum(store.check([agent]) for agent in everyone), self._timeout.total_seconds()
             late = f"{count} of {self._nodes} nodes came to {self._host}:{self._port} in {seconds:.0f} s"
-            raise RendezvousTimeoutError(
-                f"{late}; start the others, or raise launch.start_timeout_s"
-            ) from error
+            fix = "start the others, or raise launch.start_timeout_s"
+            raise RendezvousTimeoutError(f"{late}; {fix}") from error
         return RendezvousInfo(store, node, self._nodes, RendezvousStoreInfo(self._host, self._port))
 
     def _open(self) -> dist.TCPStore:
         # A store listens on every interface, unless it gets a socket that already listens.
-        socket_number = self._listen().detach() if self._is_host else None
-        host, port, is_host, timeout = self._host, self._port, self._is_host, self._timeout
-        return dist.TCPStore(
-            host, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=socket_number
-        )
+        number = self._listen().detach() if self._is_host else None
+        where = (self._host, self._port, None, self._is_host, self._timeout)
+        return dist.TCPStore(*where, wait_for_workers=False, master_listen_fd=number)
 
     def _listen(self) -> socket.socket:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from configs.errors import counted
 from configs.schema import RunConfig
 from launch.processes import stopping
 from launch.processes.addresses import own_address
@@ -87,11 +88,11 @@ def watch(
     while not stop.wait(0.5):
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
-            if is_superseded(folder, name):
-                print("another start of this run has replaced this role: its servers end", flush=True)
-                return
-            if is_over():
-                print("this start of the run has ended: its servers end", flush=True)
+            replaced = (
+                "another start of this run has replaced this role" if is_superseded(folder, name) else ""
+            )
+            if over := replaced or ("this start of the run has ended" if is_over() else ""):
+                print(f"{over}: its servers end", flush=True)
                 return
             if hung := fleet.kill_hung():
                 print(f"SGLang replicas {hung} stopped answering, and were killed", flush=True)
@@ -159,6 +160,6 @@ def serving_node(config: RunConfig, asked: int | None) -> int:
     node = int(by_slurm) if asked is None else asked
     if not 0 <= node < len(names):
         source = f"--node {node}" if asked is not None else f"SLURM_NODEID={node}"
-        count = f"{len(names)} node{'s' * (len(names) > 1)}"
+        count = counted(len(names), "node")
         raise ValueError(f"{source}: the servers of this run are on {count}, counted from 0")
     return node

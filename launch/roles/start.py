@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from configs.errors import counted
 from configs.loader import load_config, resolved_yaml
-from configs.schema import RunConfig, SftConfig, kind_of
+from configs.schema import AnyConfig, RunConfig, SftConfig, kind_of
 from configs.schema.base import without_credentials
 from launch.checks.arguments import BadInput
 from launch.processes import run_folder
@@ -56,9 +56,8 @@ def quiet_end() -> None:
 
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
-        raise BadInput(
-            f"RUN: {run} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
-        )
+        why_not = "is not a run folder (it has no config.yaml)"
+        raise BadInput(f"RUN: {run} {why_not}; `tandem list` names those of runs/")
     return RunFolder(run.resolve())
 
 
@@ -66,9 +65,8 @@ def config_of(folder: RunFolder, kind: type[Config]) -> Config:
     """The config of a run. Raises ValueError for a run of another kind."""
     config = load_config(folder.config)
     if not isinstance(config, kind):
-        raise ValueError(
-            f"RUN: {folder.path} is a run of kind {config.kind}; this command takes runs of kind {kind_of(kind)}"
-        )
+        error = f"RUN: {folder.path} is a run of kind {config.kind}"
+        raise ValueError(f"{error}; this command takes runs of kind {kind_of(kind)}")
     return config
 
 
@@ -82,7 +80,7 @@ def refuse_warm_start(folder: RunFolder) -> None:
         )
 
 
-def new_run(config: RunConfig | SftConfig, name: str, *, needs_lock: bool = False) -> RunFolder:
+def new_run(config: AnyConfig, name: str, *, needs_lock: bool = False) -> RunFolder:
     """A new folder, which this process runs until it ends. Raises ConfigError or BadInput.
 
     needs_lock: whether a second process might continue the run; a file system without locks is then refused."""
@@ -127,9 +125,7 @@ def _wait_for_last_start(folder: RunFolder) -> None:
     while roles := living_roles(folder):
         named = ", ".join(f"{beat.who} (pid {beat.pid})" for beat in roles)
         if time.monotonic() - began > LAST_START_S:
-            error = (
-                f"resume: {folder.path} is still being run by {named}, although their supervisor was killed"
-            )
+            error = f"resume: {folder.path} is still being run by {named}, whose supervisor was killed"
             raise BadInput(f"{error}; end them, then resume")
         if not told:
             why = "their supervisor was killed, and they may be finishing and saving a step"
@@ -167,23 +163,20 @@ def _change_config(folder: RunFolder, config: RunConfig) -> None:
     values = {name: (before.get(name, "null"), after.get(name, "null")) for name in {**before, **after}}
     changed = [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
     if changed:
-        kept = run_folder.keep_config(folder)
-        print(
-            f"changed: {without_credentials(', '.join(changed))}; {kept.name} has the config before",
-            flush=True,
-        )
+        kept, changes = run_folder.keep_config(folder), without_credentials(", ".join(changed))
+        print(f"changed: {changes}; {kept.name} has the config before", flush=True)
     run_folder.change_config(folder, resolved_yaml(config))
 
 
 def role(
-    name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False
+    name: str, folder: RunFolder, config: AnyConfig, *, ranks: int = 1, show_stdout: bool = False
 ) -> Role:
     command, env = role_command(name, folder, ranks=ranks), environment(config)
     log, error = folder.logs / f"{name}.log", folder.error(name)
     return Role(name=name, command=command, log=log, error=error, env=env, show_stdout=show_stdout)
 
 
-def environment(config: RunConfig | SftConfig) -> dict[str, str]:
+def environment(config: AnyConfig) -> dict[str, str]:
     """Environment variables of every role, in addition to those that it inherits."""
     threads = str(config.launch.threads_per_process)
     return {

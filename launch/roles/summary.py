@@ -9,13 +9,11 @@ from trainer.tracking.held_out import ACCURACY, best_evaluation
 from trainer.tracking.metrics_file import read_metrics
 
 
-def write_summary(
-    folder: RunFolder, *, seconds: Mapping[str, float], max_failed: float | None = None
-) -> dict:
+def write_summary(folder: RunFolder, *, seconds: Mapping, max_failed: float | None = None) -> dict:
     """Write accuracy at step 0, at the last evaluation and at the best one after a step, with their steps (None
     without one), steps, and seconds per part.
 
-    max_failed: an evaluation with a larger share of failed rewards cannot be the best; None: any can."""
+    seconds: by part. max_failed: an evaluation with a larger share of failed rewards cannot be the best; None: any can."""
     steps = read_metrics(folder.metrics)
     measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
     last = max(measured, default=0)

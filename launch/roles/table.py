@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.schema import RunConfig, SftConfig
+from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig
 from launch.processes.addresses import role_environment
 from launch.processes.heartbeat import Pulse, stopped_note
@@ -44,7 +45,7 @@ MOST_OPEN_FILES = 65_536
 
 
 @contextmanager
-def process_group(config: RunConfig | SftConfig) -> Iterator[None]:
+def process_group(config: AnyConfig) -> Iterator[None]:
     """While entered, the ranks of a role are one group, which they leave together. ``learn`` makes its own group: it must
     receive requests to stop before it joins."""
     import torch.distributed as dist
@@ -133,27 +134,18 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     if name == "serve" and isinstance(config, RunConfig):
         node = serving_node(config, node)
         run, label = partial(serve, node=node), serve_roles(config)[node]
-    is_rank = name in MEGATRON_ROLES and name not in BESIDE_A_RUN
+    limit_s, is_megatron = config.launch.heartbeat_timeout_s, name in MEGATRON_ROLES
+    is_rank = is_megatron and name not in BESIDE_A_RUN
     beat = f"rank-{os.environ.get('RANK', '0')}" if is_rank else label
-    note = stopped_note(folder, beat)
-    note.parent.mkdir(exist_ok=True)
-    note.unlink(missing_ok=True)
-    guard_session(timeout_s=config.launch.heartbeat_timeout_s, note=note)
-    if name in MEGATRON_ROLES:
+    if is_megatron:
         os.environ.update(rank_environment(config.layout))
-        # torchrun puts ranks into sessions of their own, so that they would survive if it were killed.
-        end_with_parent(signal.SIGKILL)
     else:
         folder.forget(label)
-        if IN_JOB in os.environ:
-            # Slurm sends SIGTERM to everything at once, while the learner still needs this role to finish its
-            # step. The job's supervisor ends it.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _tie_to_run(stopped_note(folder, beat), limit_s, is_megatron=is_megatron)
     if isinstance(config, RunConfig) and name in ("sample", "learn"):
         install(recorder_of(folder, config, beat))
     try:
-        limit_s = config.launch.heartbeat_timeout_s
-        is_grouped = name in MEGATRON_ROLES and name != "learn"
+        is_grouped = is_megatron and name != "learn"
         with (
             nullcontext() if name in BESIDE_A_RUN else Pulse(folder, beat, timeout_s=limit_s) as pulse,
             process_group(config) if is_grouped else nullcontext(),
@@ -168,6 +160,20 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
                 traceback.print_exc()
         finally:
             exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+def _tie_to_run(note: Path, timeout_s: float, *, is_megatron: bool) -> None:
+    """Make this process end with those that started it, and not before."""
+    note.parent.mkdir(exist_ok=True)
+    note.unlink(missing_ok=True)
+    guard_session(timeout_s=timeout_s, note=note)
+    if is_megatron:
+        # torchrun puts ranks into sessions of their own, so that they would survive if it were killed.
+        end_with_parent(signal.SIGKILL)
+    elif IN_JOB in os.environ:
+        # Slurm sends SIGTERM to everything at once, while the learner still needs this role to finish its step. The job's
+        # supervisor ends it.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def allow_open_files() -> None:

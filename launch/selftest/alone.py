@@ -97,10 +97,8 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
         check_gap("a log-prob differs from transformers'", nats, gap, dtype, fix)
     nats = figures.get("float32_max_logprob_gap_nats")
     exact = f"float32: {nats:.1e} nats at most; " if nats is not None else ""
-    return Found(
-        f"{exact}bfloat16: {figures['bfloat16_max_probability_gap']:.1e} in probability at most",
-        figures=figures,
-    )
+    gap = figures["bfloat16_max_probability_gap"]
+    return Found(f"{exact}bfloat16: {gap:.1e} in probability at most", figures)
 
 
 def check_gap(what: str, nats: float, gap: float, dtype: str, fix: str) -> None:
@@ -140,16 +138,13 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     if not all(map(math.isfinite, (*losses, *norms))) or not all(norms):
         raise CheckFailed(f"losses {losses}, norms of the gradient {norms}: not all are finite and above 0")
     if losses[-1] >= losses[0]:
-        raise CheckFailed(
-            f"{UPDATES} updates on one batch did not lower the loss: {losses[0]:.6f} before, {losses[-1]:.6f} after"
-        )
+        change = f"{losses[0]:.6f} before, {losses[-1]:.6f} after"
+        raise CheckFailed(f"{UPDATES} updates on one batch did not lower the loss: {change}")
     _, _, again = updated(config, batch)
     differing = [name for name in weights if not torch.equal(weights[name], again[name])]
     # Attention's backward pass on CUDA adds in an order that is not fixed.
     if differing and not platform.has_cuda():
-        error = (
-            f"the same {UPDATES} updates gave other weights when repeated: {len(differing)} tensors differ"
-        )
+        error = f"{UPDATES} updates gave other weights when repeated: {len(differing)} tensors differ"
         raise CheckFailed(f"{error}, {differing[0]} first", f"check the memory of this machine; {REPORT}")
     same = f", {len(differing)} of {len(weights)} tensors differ" if differing else " to the bit"
     text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; repeated{same}"
@@ -179,9 +174,8 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     learner = Learner.of_policy_alone(config)
     kept = KeptBytes(p for chunk in learner.engine.chunks for p in chunk.parameters())
     with kept.watch():
-        learner.engine.update(
-            [batch], lambda b, logprobs_T, entropy_T: (logprobs_T.sum(), None), temperature=1.0
-        )
+        loss_fn = lambda batch, logprobs_T, entropy_T: (logprobs_T.sum(), None)  # noqa: E731
+        learner.engine.update([batch], loss_fn, temperature=1.0)
     held = lasting_bytes(learner.engine) | {"activations": kept.peak}
     plan = {name: getattr(planned, name) for name in held}
     for name, size in held.items():
@@ -189,10 +183,8 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
         is_judged = name != "activations" or kind == "cpu"
         if is_judged and abs(size - plan[name]) > PLAN_TOLERANCE * plan[name]:
             error = f"{name} take {size_text(size)}, and the plan says {size_text(plan[name])}"
-            raise CheckFailed(
-                f"{error}; {PLAN_TOLERANCE:.0%} is allowed",
-                f"do not trust the memory of --dry-run here; {REPORT}",
-            )
+            fix = f"do not trust the memory of --dry-run here; {REPORT}"
+            raise CheckFailed(f"{error}; {PLAN_TOLERANCE:.0%} is allowed", fix)
     ratios = ", ".join(f"{name} {size / plan[name]:.1%}" for name, size in held.items())
     figures = {f"{name}_bytes": size for name, size in held.items()}
     figures |= {f"planned_{name}_bytes": size for name, size in plan.items()}

@@ -61,7 +61,7 @@ class Bench:
 
     @cached_property
     def config(self) -> RunConfig:
-        placement = "colocated" if self.machine.are_devices_shared else "separate"
+        placement = "colocated" if self.machine.gpus == 1 else "separate"
         config = load_config(CONFIG, [*self.overrides, f"launch.placement={placement}"])
         assert isinstance(config, RunConfig)
         return config
@@ -82,9 +82,7 @@ class Bench:
         folder.path.mkdir(exist_ok=True)
         return folder
 
-    def measure(
-        self, part: str, *, ranks: int = 1, env: Mapping[str, str] | None = None, **request: Any
-    ) -> Found:
+    def measure(self, part: str, *, ranks: int = 1, env: Mapping[str, str] = {}, **request: Any) -> Found:
         """The findings of ``launch/selftest/ranks.py`` on some ranks. Raises CheckFailed and RoleFailed."""
         folder = self.folder
         folder.config.write_text(resolved_yaml(self.config))
@@ -95,14 +93,13 @@ class Bench:
         write_json(folder.request, {"part": part, **request})
         work = role("selftest-rank", folder, self.config, ranks=ranks)
         try:
-            self.run(replace(work, env=work.env | dict(env or {})))
+            self.run(replace(work, env=work.env | dict(env)))
         except RoleFailed as failure:
             if self._server is not None and not self._server.is_running("serve"):
                 raise self._server.failure("serve") from failure
             if (told := folder.path / FAILED).exists():
-                raise CheckFailed(
-                    **json.loads(told.read_text()), details=log_tail(work.log, LOG_LINES)
-                ) from failure
+                words = json.loads(told.read_text())
+                raise CheckFailed(**words, details=log_tail(work.log, LOG_LINES)) from failure
             raise
         found = json.loads((folder.path / FOUND).read_text())
         self.torch = self.torch or found["torch"]

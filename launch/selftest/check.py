@@ -30,16 +30,10 @@ class Machine:
     gpus: int
     has_transformer_engine: bool
 
-    @property
-    def are_devices_shared(self) -> bool:
-        """Whether learner and server must share the only GPU. Without GPUs they share nothing but the cores."""
-        return self.gpus == 1
-
 
 def this_machine() -> Machine:
-    return Machine(
-        gpus=gpus_here(), has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None
-    )
+    has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+    return Machine(gpus=gpus_here(), has_transformer_engine=has_transformer_engine)
 
 
 class CheckFailed(Exception):

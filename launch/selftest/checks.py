@@ -4,6 +4,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from configs.errors import did_you_mean
@@ -12,6 +13,7 @@ from launch.processes.supervisor import Role, RoleFailed
 from launch.roles.start import environment
 from launch.selftest.bench import Bench
 from launch.selftest.check import Check, CheckFailed, Found, Machine
+from launch.selftest.ranks import PARTS
 from parallel.planning.memory import GIB, size_text
 from rollout.servers.command import ServerSpec, server_environment
 from rollout.servers.share import ServerShare
@@ -34,9 +36,8 @@ def _machine(bench: Bench) -> Found:
     findings = [finding for finding in checks_of_node(None, None) if finding.check != "address"]
     wrong = [finding for finding in findings if finding.level is Level.FAIL]
     if wrong:
-        raise CheckFailed(
-            "; ".join(one.text for one in wrong), "; ".join(one.fix for one in wrong if one.fix)
-        )
+        fixes = [one.fix for one in wrong if one.fix]
+        raise CheckFailed("; ".join(one.text for one in wrong), "; ".join(fixes))
     warnings = [f"{one.check}: {one.text}; {one.fix}" for one in findings if one.level is Level.WARN]
     sound = [one for one in findings if one.level is Level.OK and one.check in ("gpus", "limits", "/dev/shm")]
     told = [f"warning: {warning}" for warning in warnings] + [f"{one.check}: {one.text}" for one in sound]
@@ -46,10 +47,9 @@ def _machine(bench: Bench) -> Found:
 
 def packages(machine: Machine) -> dict[str, str]:
     """By the package's name, the module whose import loads the package as the roles do."""
-    transformer_engine = {"Transformer Engine": "transformer_engine.pytorch"}
-    return {"Megatron-Core": "parallel.engine", "SGLang": "sglang.srt.server_args"} | (
-        transformer_engine if machine.has_transformer_engine else {}
-    )
+    modules = {"Megatron-Core": "parallel.engine", "SGLang": "sglang.srt.server_args"}
+    more = {"Transformer Engine": "transformer_engine.pytorch"} if machine.has_transformer_engine else {}
+    return modules | more
 
 
 def _packages(bench: Bench) -> Found:
@@ -100,15 +100,12 @@ def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) ->
         if step["optim/grad_norm"] == 0:
             raise CheckFailed(f"step {step['step']}: the gradient is zero, so nothing was trained")
         if step["sync/version"] != step["step"]:
-            error = f"step {step['step']}: the servers were sent version {step['sync/version']}"
-            raise CheckFailed(error)
+            raise CheckFailed(f"step {step['step']}: the servers were sent version {step['sync/version']}")
     gap = max(step["mismatch/abs_prob_max"] for step in steps)
     nats = max(step["mismatch/logprob_gap_max"] for step in steps)
     allowed = SAME_POLICY_PROBABILITY[dtype]
     if gap > allowed or (dtype == "float32" and nats > SAME_POLICY_NATS):
-        error = (
-            f"learner and server differ by up to {gap:.1e} in a sampled token's probability ({nats:.1e} nats)"
-        )
+        error = f"learner and server differ by up to {gap:.1e} in a token's probability ({nats:.1e} nats)"
         raise CheckFailed(f"{error}; in {dtype} {allowed:g} is allowed")
     rate, last = steps[-1]["throughput/tokens_per_s"], steps[-1]
     figures = {
@@ -131,17 +128,23 @@ def _no_transformer_engine(machine: Machine) -> str | None:
     return None if machine.has_transformer_engine else "transformer_engine is not installed (it is optional)"
 
 
+def _in_rank(name: str, proves: str, seconds: float, *needs: str) -> Check:
+    """A check whose work is the function of its name among ``ranks.PARTS``, on one rank."""
+    part = name.replace("-", "_")
+    run, is_served = partial(Bench.measure, part=part), PARTS[part] == "served"
+    return Check(name, proves, run, seconds, needs=needs, uses_server=is_served)
+
+
+def _of_layers(name: str, by: str, seconds: float, **more: Any) -> Check:
+    proves = f"the learner's log-probs, by {by} layers, are those of transformers"
+    run = partial(Bench.measure, part="logprobs", layers=name.removesuffix("-layers"))
+    return Check(name, proves, run, seconds, needs=("model",), **more)
+
+
 CHECKS = (
-    Check(
-        "machine", "limits, shared memory, disk, drivers and versions are fit for a run", _machine, seconds=1
-    ),
+    Check("machine", "limits, shared memory, disk, drivers and versions are fit for a run", _machine, 1),
     Check("packages", "both engines can be imported", _packages, seconds=18),
-    Check(
-        "model",
-        "a tiny random model is written, and read back to the bit",
-        lambda bench: bench.measure("model"),
-        seconds=10,
-    ),
+    _in_rank("model", "a tiny random model is written, and read back to the bit", 10),
     Check("gloo", "every number arrives in collectives of two processes", _gloo, seconds=12),
     Check(
         "nccl",
@@ -150,68 +153,15 @@ CHECKS = (
         seconds=30,
         why_not_here=_no_two_gpus,
     ),
-    Check(
-        "local-layers",
-        "the learner's log-probs, by Megatron's local layers, are those of transformers",
-        lambda bench: bench.measure("logprobs", layers="local"),
-        seconds=12,
-        needs=("model",),
-    ),
-    Check(
-        "transformer-engine",
-        "the learner's log-probs, by Transformer Engine's layers, are those of transformers",
-        lambda bench: bench.measure("logprobs", layers="transformer-engine"),
-        seconds=30,
-        needs=("model",),
-        why_not_here=_no_transformer_engine,
-    ),
-    Check(
-        "update",
-        "updates are finite, lower the loss, and give the same bits when they are repeated",
-        lambda bench: bench.measure("update"),
-        seconds=12,
-        needs=("model",),
-    ),
-    Check(
-        "memory",
-        "model, gradients, optimizer and activations take the memory that the plan says",
-        lambda bench: bench.measure("memory"),
-        seconds=11,
-        needs=("model",),
-    ),
+    _of_layers("local-layers", "Megatron's local", 12),
+    _of_layers("transformer-engine", "Transformer Engine's", 30, why_not_here=_no_transformer_engine),
+    _in_rank("update", "updates are finite, lower the loss, and repeat to the same bits", 12, "model"),
+    _in_rank("memory", "model, gradients, optimizer and activations take the planned memory", 11, "model"),
     Check("server", "an SGLang server starts and answers", _server, seconds=25, needs=("model",)),
-    Check(
-        "engines",
-        "a server that has read the model gives its samples the learner's log-probs",
-        lambda bench: bench.measure("engines"),
-        seconds=12,
-        needs=("server",),
-        uses_server=True,
-    ),
-    Check(
-        "transfer",
-        "new weights reach the server to the bit, and it then answers as the learner does",
-        lambda bench: bench.measure("transfer"),
-        seconds=14,
-        needs=("server",),
-        uses_server=True,
-    ),
-    Check(
-        "flipped-bit",
-        "a bit that changes on the way is found, and nothing of that update is served",
-        lambda bench: bench.measure("flipped_bit"),
-        seconds=12,
-        needs=("transfer",),
-        uses_server=True,
-    ),
-    Check(
-        "mismatch",
-        "the gap of the engines by its causes: how much each moves a sampled token's probability",
-        lambda bench: bench.measure("mismatch"),
-        seconds=13,
-        needs=("engines",),
-        uses_server=True,
-    ),
+    _in_rank("engines", "a server that read the model samples with the learner's log-probs", 12, "server"),
+    _in_rank("transfer", "new weights reach the server to the bit; it answers as the learner", 14, "server"),
+    _in_rank("flipped-bit", "a bit that changes on the way is found, and not served", 12, "transfer"),
+    _in_rank("mismatch", "the gap of the engines by cause: how far each moves a probability", 13, "engines"),
     Check(
         "train",
         "`tandem train` makes two steps; learner and server have separate devices",

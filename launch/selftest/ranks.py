@@ -15,9 +15,10 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.selftest.check import CheckFailed
 from trainer.file_system import read_required
 
-PARTS = dict.fromkeys(("model", "collectives", "logprobs", "update", "memory"), "alone") | dict.fromkeys(
-    ("engines", "transfer", "flipped_bit", "mismatch"), "served"
-)
+PARTS: dict[str, str] = {
+    **dict.fromkeys(("model", "collectives", "logprobs", "update", "memory"), "alone"),
+    **dict.fromkeys(("engines", "transfer", "flipped_bit", "mismatch"), "served"),
+}
 """Functions (folder, config, request) -> Found, and their modules, which import torch and Megatron."""
 FOUND, FAILED = "found.json", "failed.json"
 

@@ -3,12 +3,14 @@
 Users send reports to others, so every text is cleared of user and host names, the home folder, keys and tokens.
 """
 
+import contextlib
 import json
 import os
 import platform
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from getpass import getuser
 from pathlib import Path
@@ -37,8 +39,8 @@ TITLES = ("check", "result", "   s", "found")
 
 def environment() -> dict[str, Any]:
     """Versions and hardware. No names of user or host, no paths, no variables."""
-    tags = provenance()
-    memory = psutil.virtual_memory()
+    tags, memory = provenance(), psutil.virtual_memory()
+    names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "commit": tags.get("mlflow.source.git.commit", "unknown"),
         "uncommitted_changes": tags.get("tandem.uncommitted_changes", "unknown"),
@@ -46,7 +48,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),
-        "cpu": _cpu_name(),
+        "cpu": names[0] if names else "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "load": [round(load, 1) for load in os.getloadavg()],
         "memory_gib": round(memory.total / 2**30, 1),
@@ -54,16 +56,6 @@ def environment() -> dict[str, Any]:
         "gpus": ask_gpus(),
         "in_slurm_job": "SLURM_JOB_ID" in os.environ,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
 
 
 def scrubber(folder: Path) -> Callable[[str], str]:
@@ -74,7 +66,9 @@ def scrubber(folder: Path) -> Callable[[str], str]:
     home = os.path.expanduser("~")
     exact |= {home: "HOME"} if home not in ("/", "~") else {}
     # A user named `a` must not remove this letter from every word.
-    words = {socket.gethostname(): "HOST", _user(): "USER"}
+    words = {socket.gethostname(): "HOST"}
+    with contextlib.suppress(OSError, KeyError):  # a container's user without a name
+        words[getuser()] = "USER"
     words = {word: name for word, name in words.items() if word and word not in ("root", "localhost")}
 
     def scrub(text: str) -> str:
@@ -85,13 +79,6 @@ def scrubber(folder: Path) -> Callable[[str], str]:
         return without_credentials(text)
 
     return scrub
-
-
-def _user() -> str:
-    try:
-        return getuser()
-    except (OSError, KeyError):  # a container's user without a name
-        return ""
 
 
 def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
@@ -123,9 +110,7 @@ def failures(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def write(
-    folder: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping[str, Any]
-) -> Path:
+def write(folder: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping) -> Path:
     """Write both files. Returns the text's path. Raises OSError."""
     scrub = scrubber(folder)
     about = environment() | {"torch": dict(torch)}
@@ -136,19 +121,7 @@ def write(
         "seconds": round(seconds, 1),
         "verdict": verdict(outcomes, planned, seconds),
         "environment": about,
-        "checks": [
-            {
-                "name": one.check.name,
-                "proves": one.check.proves,
-                "result": one.result,
-                "seconds": round(one.seconds, 1),
-                "text": one.text,
-                "figures": dict(one.figures),
-                "fix": one.fix,
-                "details": one.details,
-            }
-            for one in outcomes
-        ],
+        "checks": [*map(_content, outcomes)],
     }
     write_json(folder / JSON, json.loads(scrub(json.dumps(content))))
     rows = [(one.check.name, str(one.result), f"{one.seconds:.0f} s", one.text) for one in outcomes]
@@ -160,6 +133,12 @@ def write(
             parts.append(indent(one.details, "  | "))
     write_whole(folder / TEXT, scrub("\n".join([*parts, ""])).encode())
     return folder / TEXT
+
+
+def _content(one: Outcome) -> dict[str, Any]:
+    content: dict[str, Any] = asdict(one) | {"seconds": round(one.seconds, 1)}
+    check = content.pop("check")
+    return {"name": check["name"], "proves": check["proves"], **content}
 
 
 def _shown(value: Any) -> str:

@@ -39,6 +39,11 @@ PROBE_TOKENS = 24
 TRANSFERS = 3
 SAMPLES_PER_PROMPT = 8
 FOUND_BY_SERVER = "other bytes were received than sent"
+DO_NOT_TRAIN = f"do not train here; {REPORT}"
+
+
+Checksums = Mapping[str, str]
+"""By SGLang's name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +138,11 @@ def transfer(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     return Found(f"{text}; then {nats:.1e} nats at most", figures)
 
 
-def check_received(
-    before: Mapping[str, str], received: Mapping[str, str], expected: Mapping[str, str]
-) -> None:
-    """Checksums by SGLang's names: before a transfer, after it, and after the same weights were read from disk."""
+def check_received(before: Checksums, received: Checksums, expected: Checksums) -> None:
+    """Before a transfer, after it, and after the same weights were read from disk."""
     if wrong := differing_tensors(received, expected):
         error = f"{len(wrong)} of {len(expected)} tensors of the server are not those that were sent: {', '.join(wrong[:3])}"
-        raise CheckFailed(error, f"do not train here; {REPORT}")
+        raise CheckFailed(error, DO_NOT_TRAIN)
     if same := sorted(before.keys() - set(differing_tensors(before, expected))):
         raise CheckFailed(f"the check proves nothing: the server held {same[0]} before it was sent")
 
@@ -151,32 +154,25 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         (before,) = there.control.checksums()
         (version,) = there.control.versions()
         with one_bit_flipped():
-            told = _refusal_of(there.sync)
+            try:
+                there.sync.publish()
+            except RolloutError as refused:
+                told = str(refused)
+            else:
+                fix = f"do not train here: transfers are not checked; {REPORT}"
+                raise CheckFailed("a bit was changed on the way, and the server took the weights", fix)
         (served,) = there.control.versions()
         there.turns.give_to_servers()  # the next learner takes their memory, and they can give back only what they hold
     if FOUND_BY_SERVER not in told:
         raise CheckFailed(f"the server refused the update for another reason: {told}")
     if served != version:
-        raise CheckFailed(
-            f"the server calls the refused update version {served}", f"do not train here; {REPORT}"
-        )
+        raise CheckFailed(f"the server calls the refused update version {served}", DO_NOT_TRAIN)
     with joined(config, request) as there:  # a new group, as after a learner that failed
         there.sync.send_again()
         (after,) = there.control.checksums()
     if wrong := differing_tensors(after, before):
-        raise CheckFailed(
-            f"the next update did not repair {', '.join(wrong[:3])}", f"do not train here; {REPORT}"
-        )
+        raise CheckFailed(f"the next update did not repair {', '.join(wrong[:3])}", DO_NOT_TRAIN)
     return Found(f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update repaired it")
-
-
-def _refusal_of(sync: WeightSync) -> str:
-    try:
-        sync.publish()
-    except RolloutError as refused:
-        return str(refused)
-    fix = f"do not train here: transfers are not checked; {REPORT}"
-    raise CheckFailed("a bit was changed on the way, and the server took the weights", fix)
 
 
 @contextmanager
@@ -217,10 +213,8 @@ def mismatch(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     ranked = sorted(found.items(), key=lambda item: -item[1])
     causes_text = ", ".join(f"{name} {gap:.1e}" for name, gap in ranked if name != "engines")
     text = f"max |Δp| of {sampled.num_tokens} tokens: the engines {found['engines']:.1e}; one switch alone: {causes_text}"
-    figures = {f"{name}_max_probability_gap": gap for name, gap in found.items()} | {
-        "tokens": sampled.num_tokens
-    }
-    return Found(text, figures)
+    figures = {f"{name}_max_probability_gap": gap for name, gap in found.items()}
+    return Found(text, figures | {"tokens": sampled.num_tokens})
 
 
 def check_causes(found: Mapping[str, float], dtype: str, *, is_cuda: bool) -> None:
@@ -240,23 +234,14 @@ async def _sample(config: RunConfig, urls: list[str], key: RunKey) -> tuple[Samp
     """Samples of the fixed prompts, and the server's own log-probs of them by a prefill. N"""
     vocab_size, settings = read_hf_config(config.model.path)["vocab_size"], config.rollout
     prompts = fixed_prompts(vocab_size)
-    async with SGLangClient(
-        urls,
-        key=key,
-        max_concurrency=settings.max_concurrency,
-        timeout_s=settings.request_timeout_s,
-        max_retries=0,
-    ) as client:
-        groups = [
-            await client.generate_group(
-                prompt,
-                max_new_tokens=PROBE_TOKENS,
-                temperature=1.0,
-                stop_token_ids=[],
-                seeds=range(SAMPLES_PER_PROMPT),
-            )
-            for prompt in prompts
-        ]
+    limits: dict[str, Any] = {
+        "max_concurrency": settings.max_concurrency,
+        "timeout_s": settings.request_timeout_s,
+    }
+    draw: dict[str, Any] = {"max_new_tokens": PROBE_TOKENS, "temperature": 1.0, "stop_token_ids": []}
+    async with SGLangClient(urls, key=key, max_retries=0, **limits) as client:
+        seeds = range(SAMPLES_PER_PROMPT)
+        groups = [await client.generate_group(prompt, seeds=seeds, **draw) for prompt in prompts]
     sampled = join_groups(prompts, groups)
     prefilled = await prefill_logprobs(
         urls[0], sampled.sequences(), sampled.response_lengths_R.tolist(), vocab_size=vocab_size, name="samples",

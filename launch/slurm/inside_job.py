@@ -40,29 +40,15 @@ from configs.errors import counted
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.commands.train import adding_causes, print_message, print_result, without_report
-from launch.processes import stopping
+from launch.processes import placement, stopping
 from launch.processes.addresses import free_port, own_address
 from launch.processes.going_on import job_command, way_on
-from launch.processes.placement import (
-    first_server_node,
-    gpus_of_node,
-    learner_ranks_per_node,
-    num_nodes,
-    serve_roles,
-)
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.processes.unheard import go_on_unheard
 from launch.roles.command_line import IN_JOB, Rendezvous, role_command
 from launch.roles.start import PACKAGE_ROOT, config_of, environment, existing_run
-from launch.slurm.job import (
-    ASKED_OF_SLURM,
-    Job,
-    count_failed_start,
-    is_finished,
-    pause_s,
-    running_elsewhere,
-)
+from launch.slurm.job import ASKED_OF_SLURM, Job, count_failed_start, is_finished, pause_s, running_elsewhere
 from launch.slurm.script import seconds
 from trainer.file_system import SHARED_FOLDER_S
 
@@ -130,7 +116,7 @@ def _wait_for_outcome(folder: RunFolder, config: RunConfig) -> stopping.Outcome 
 
 def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     nodes = config.launch.nodes
-    if len(job.nodes) != num_nodes(config):
+    if len(job.nodes) != placement.num_nodes(config):
         needed = "one node" if nodes is None else f"{nodes.learner} + {nodes.rollout} nodes"
         if nodes is not None and config.launch.takes_turns:
             needed = f"{counted(nodes.learner, 'node')} (launch.placement=colocated)"
@@ -177,21 +163,18 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
         for role in steps:
             supervisor.start(role)
         with echoed(folder.console), adding_causes(folder, config, supervisor):
+            restarts = config.rollout.max_sampler_restarts
             return stopping.wait_for_learner(
-                supervisor,
-                signals,
-                timeout_s=stop_timeout_s,
-                names=learners,
-                sampler_restarts=config.rollout.max_sampler_restarts,
+                supervisor, signals, timeout_s=stop_timeout_s, names=learners, sampler_restarts=restarts
             )
 
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
-    nodes, env, gpus = config.launch.nodes, _environment(config), gpus_of_node(config)
+    nodes, env, gpus = config.launch.nodes, _environment(config), placement.gpus_of_node(config)
     # On one node all three share its GPUs, of which the learner has the first.
     learners = job.nodes if nodes is None else job.nodes[: nodes.learner]
-    servers = job.nodes[first_server_node(config) :]
+    servers = job.nodes[placement.first_server_node(config) :]
 
     def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:
         command = [*_srun(name, host, config, gpus=gpus), *_in_container(config, command)]
@@ -200,7 +183,7 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
 
     serve = [
         step(name, host, role_command("serve", folder, node=i), gpus=gpus, error=name)
-        for i, (name, host) in enumerate(zip(serve_roles(config), servers, strict=True))
+        for i, (name, host) in enumerate(zip(placement.serve_roles(config), servers, strict=True))
     ]
     sample = step("sample", learners[0], role_command("sample", folder), gpus=0, error="sample")
     learn = [
@@ -221,7 +204,7 @@ def _environment(config: RunConfig) -> dict[str, str]:
 
 def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]]:
     """A command for each node of the learner. They meet at the first node, on which this process runs."""
-    nodes, ranks = config.launch.nodes, learner_ranks_per_node(config)
+    nodes, ranks = config.launch.nodes, placement.learner_ranks_per_node(config)
     if nodes is None or nodes.learner == 1:
         return [role_command("learn", folder, ranks=ranks)]
     addresses = [own_address(nodes), *(_address(host) for host in job.nodes[1 : nodes.learner])]
@@ -263,13 +246,10 @@ def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
             # By default a step starts in a folder of the image; paths in a config are relative to this one.
             "container-workdir": os.getcwd(),
         }
-    if gpus_of_node(config):
+    if placement.gpus_of_node(config):
         options["gres"] = f"gpu:{gpus}" if gpus else "none"
-    return [
-        "srun",
-        "--overlap",
-        *(f"--{name}={value}" for name, value in options.items() if value is not None),
-    ]
+    given = (f"--{name}={value}" for name, value in options.items() if value is not None)
+    return ["srun", "--overlap", *given]
 
 
 def _in_container(config: RunConfig, command: Sequence[str]) -> list[str]:
@@ -280,14 +260,9 @@ def _in_container(config: RunConfig, command: Sequence[str]) -> list[str]:
         command = [slurm.container_python, *command[1:]]
     if slurm.container is None or slurm.container_runtime == "pyxis":
         return list(command)
-    return [
-        *("apptainer", "exec"),
-        *(["--nv"] if gpus_of_node(config) else []),
-        *([f"--bind={slurm.container_mounts}"] if slurm.container_mounts is not None else []),
-        f"--pwd={os.getcwd()}",
-        slurm.container,
-        *command,
-    ]
+    gpus = ["--nv"] if placement.gpus_of_node(config) else []
+    mounts = [f"--bind={slurm.container_mounts}"] if slurm.container_mounts is not None else []
+    return ["apptainer", "exec", *gpus, *mounts, f"--pwd={os.getcwd()}", slurm.container, *command]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -305,7 +280,10 @@ def _requeue_or_end(
     """Requeue the job if the run should continue. Returns the exit code. begins_at: the checkpoint that this start continued
     from."""
     failed, limit = isinstance(outcome, RoleFailed), config.launch.slurm.max_restarts
-    print_message(_outcome_text(outcome))
+    how = str(outcome) or "stopped before a checkpoint could be written; every process of the run has ended"
+    if isinstance(outcome, stopping.Stopped):
+        how = f"stopped after step {outcome.step} on request ({outcome.reason})"
+    print_message(how)
     if is_finished(folder, config):
         print_message(without_report(folder))
         return 1 if failed else os.EX_TEMPFAIL
@@ -313,18 +291,14 @@ def _requeue_or_end(
         print_message(f"Slurm ends this job; unless it has requeued it, {way_on(folder)}")
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
-    may_start_again = True
-    if failed or (asks_requeue and folder.newest_checkpoint() == begins_at and _is_late(config)):
-        may_start_again = count_failed_start(folder, limit)
-    if not may_start_again:
+    is_late = asks_requeue and folder.newest_checkpoint() == begins_at and _is_late(config)
+    if (failed or is_late) and not count_failed_start(folder, limit):
         notice = "raise launch.slurm.notice_s above the time of an update and a checkpoint"
         if isinstance(outcome, stopping.Stopped):  # without a failure, but before its first step was done
             notice = "raise launch.slurm.time above that of a start and a step"
-        starts = (
-            f"{counted(limit, 'restart')} brought no newer checkpoint (launch.slurm.max_restarts={limit})"
-        )
+        starts = f"{counted(limit, 'restart')} brought no newer checkpoint"
         fix = f"{'fix the cause' if failed else notice}, then {way_on(folder)}"
-        print_message(f"{starts}: this job is not requeued; {fix}")
+        print_message(f"{starts} (launch.slurm.max_restarts={limit}): this job is not requeued; {fix}")
     elif asks_requeue:
         _requeue(folder, job)
     else:
@@ -338,12 +312,6 @@ def _is_late(config: RunConfig) -> bool:
     return time.time() - psutil.Process().create_time() > seconds(config.launch.slurm.time) / 2
 
 
-def _outcome_text(outcome: stopping.Stopped | Interrupted | RoleFailed) -> str:
-    if isinstance(outcome, stopping.Stopped):
-        return f"stopped after step {outcome.step} on request ({outcome.reason})"
-    return str(outcome) or "stopped before a checkpoint could be written; every process of the run has ended"
-
-
 def _requeue(folder: RunFolder, job: Job) -> None:
     try:
         job.requeue()
@@ -352,12 +320,9 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     else:
         next_start = "continues from the newest checkpoint"
         if folder.newest_checkpoint() is None:
-            damage = folder.damage_of_newest()
-            next_start = (
-                f"finds no whole checkpoint{damage}"
-                if damage
-                else "starts from the beginning, without a checkpoint"
-            )
+            next_start = "starts from the beginning, without a checkpoint"
+            if damage := folder.damage_of_newest():
+                next_start = f"finds no whole checkpoint{damage}"
         print_message(f"job {job.id} is requeued, and {next_start}")
 
 

@@ -18,9 +18,7 @@ TIMEOUT_S = 60
 """Seconds that a command to Slurm's controller may take."""
 FORGOTTEN = "Invalid job id"
 """In squeue's error for a job that Slurm has forgotten: it ended some time ago."""
-NO_ANSWER = re.compile(
-    "Unable to contact|timed out|Unexpected message|Zero Bytes|standby mode", re.IGNORECASE
-)
+NO_ANSWER = re.compile("(?i)Unable to contact|timed out|Unexpected message|Zero Bytes|standby mode")
 """In errors of commands to a controller that is down, busy or starting, and has not seen the request."""
 PATIENCE_S = 600.0
 """Time for such a controller to answer a job that needs it to begin, or to be requeued."""
@@ -140,9 +138,8 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
         states = ask_squeue(other, "%T", cluster=cluster, patience_s=patience_s).split()
     except RuntimeError as error:
         what = f"job {other} had {folder.path} last, and Slurm does not say whether it still runs ({error})"
-        where = (
-            f"on {cluster}" if isinstance(error, OtherCluster) else f"where `squeue --jobs={other}` answers"
-        )
+        where = f"where `squeue --jobs={other}` answers"
+        where = f"on {cluster}" if isinstance(error, OtherCluster) else where
         fix = f"try again {where}, or remove {folder.job} if the job has ended"
         raise RuntimeError(f"{what}; {fix}") from error
     return other if set(states) - OVER else None
@@ -159,9 +156,7 @@ def why_not_free(folder: RunFolder) -> str | None:
     return f"{folder.path} belongs to job {job}, which runs or is queued; wait for it, or end it with `scancel {job}`"
 
 
-def is_finished(
-    folder: RunFolder, config: RunConfig, note: Callable[[str], object] = lambda text: None
-) -> bool:
+def is_finished(folder: RunFolder, config: RunConfig, note: Callable[[str], object] = lambda _: None) -> bool:
     """Whether all steps are done and the model is written. False if the model cannot be read: continuing the run writes it
     again. ``note`` then gets the reason."""
     damaged: list[str] = []
@@ -232,18 +227,12 @@ def ask_slurm(*command: str, timeout_s: float = TIMEOUT_S, patience_s: float = 0
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return _output_of(command, timeout_s)
-        except RuntimeError as error:
-            if not NO_ANSWER.search(str(error)) or time.monotonic() >= deadline:
-                raise
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+            wrong = " ".join(done.stderr.split()) if done.returncode else None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            wrong = str(error)
+        if wrong is None:
+            return done.stdout
+        if not NO_ANSWER.search(wrong) or time.monotonic() >= deadline:
+            raise RuntimeError(f"`{' '.join(command)}` failed: {wrong}")
         time.sleep(ASK_AGAIN_S)
-
-
-def _output_of(command: Sequence[str], timeout_s: float) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"`{' '.join(command)}` failed: {error}") from error
-    if done.returncode:
-        raise RuntimeError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
-    return done.stdout

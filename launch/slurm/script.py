@@ -11,11 +11,11 @@ before a submission, by ``sbatch --test-only``.
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from configs.schema import RunConfig
@@ -124,9 +124,7 @@ def note_on_cores(config: RunConfig) -> str | None:
     slurm = config.launch.slurm
     if slurm.cpus_per_node is not None or {o.partition("=")[0] for o in slurm.options} & ASK_FOR_CORES:
         return None
-    text = (
-        "launch.slurm.cpus_per_node is not set: Slurm's own default is one core for all processes of a node"
-    )
+    text = "launch.slurm.cpus_per_node is not set: Slurm's default is one core for all processes of a node"
     return f"{text}, unless the partition has another; set it to the cores of a node, or add --exclusive to launch.slurm.options"
 
 
@@ -183,12 +181,6 @@ def check_script(text: str, *, by_slurm: bool) -> None:
             raise ValueError(f"{program} refuses the batch script: {' '.join(done.stderr.split())}; {fix}")
 
 
-def require_sbatch() -> None:
-    if shutil.which("sbatch") is None:
-        fix = "run it on a host with Slurm, or leave --submit out and copy the script there"
-        raise ValueError(f"--submit: there is no `sbatch` here; {fix}")
-
-
 def submit(script: Path) -> tuple[str, str | None]:
     """Submit the script. Returns the number of the new job and, if Slurm has chosen among several, its cluster. Raises
     ValueError with the error of ``sbatch``."""
@@ -211,10 +203,9 @@ def _run_command(command: Sequence[str], text: str | None = None) -> subprocess.
     """The command without requests of the environment that an outer job has made."""
     asked = {f"{prefix}_{name}" for prefix in ("SLURM", "SBATCH") for name in ASKED_OF_SLURM}
     env = {name: value for name, value in os.environ.items() if name not in asked}
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S)
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, input=text, env=env
-        )
+        return run(command, input=text, env=env)
     except subprocess.TimeoutExpired:
         error = f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s"
         look = "see whether Slurm's controller is up (`scontrol ping`), and whether it accepted a job (`squeue --me`)"

@@ -137,9 +137,8 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     timeout_s = config.launch.start_timeout_s
     names, began = serve_roles(config), time.monotonic()
     with progress_printer("  waiting for SGLang", still="waiting for SGLang") as show:
-        urls = wait_for_servers(
-            folder, names, timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
-        )
+        alive = lambda: show(time.monotonic() - began)  # noqa: E731
+        urls = wait_for_servers(folder, names, timeout_s=timeout_s, alive=alive)
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))

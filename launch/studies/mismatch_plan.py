@@ -81,9 +81,8 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     Raises ValueError with the option; ConfigError with the error that a layout causes in the config.
     """
     request = _checked(request)
-    parts = [
-        _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
-    ]
+    kinds = {text: "rollout" if _is_plain(text) else "mode" for text in request.rollouts}
+    parts = [_rollout_part(kind, text, load, gpus) for text, kind in kinds.items()]
     check_served_as_saved(parts[0].config, "mismatch")
     _check_enough(request.prompts, parts[0].config.task)
     if parts[0].config.rollout.is_truncated:
@@ -106,13 +105,10 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
 def _checked(request: Request) -> Request:
     """The request with each layout in its canonical form. Raises ValueError with the option."""
     if request.prompts < 2:
-        raise ValueError(
-            f"--prompts {request.prompts}: give at least 2, since errors are estimated from their spread"
-        )
+        why = "errors are estimated from their spread"
+        raise ValueError(f"--prompts {request.prompts}: give at least 2, since {why}")
     if not 0 < request.threshold < 1:
-        raise ValueError(
-            f"--threshold {request.threshold}: a difference of probabilities lies between 0 and 1"
-        )
+        raise ValueError(f"--threshold {request.threshold}: differences of probabilities are between 0 and 1")
     if request.out is not None:
         check_new_folder("--out", request.out)
     request = replace(

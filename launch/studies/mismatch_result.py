@@ -83,18 +83,11 @@ def _causes(
     scores: Mapping[str, Mapping[str, "Tensor"]],
     layouts: Mapping[str, LayoutConfig],
 ) -> tuple[dict[str, Any], list[str]]:
-    from trainer.studies.layout_statistics import (
-        compare,
-        compare_layouts,
-        rank_causes,
-        read_samples,
-        read_tensors,
-        share_of_gap,
-    )
+    from trainer.studies import layout_statistics as statistics
     from trainer.studies.layout_text import SWITCH_TITLES
 
     first = next(part for part in plan.of("learner") if part.text == plan.request.learners[0])
-    sampled, folder = read_samples(base.samples(out, "long")), first.folder(out)
+    sampled, folder = statistics.read_samples(base.samples(out, "long")), first.folder(out)
     lengths, key = sampled.response_lengths_R, f"{base.text}/long"
     base_scores = {text: tensors[key] for text, tensors in scores.items()}
     baseline, dtype = base_scores[first.text], first.config.model.dtype
@@ -107,14 +100,14 @@ def _causes(
 
     rows, left_out, routing = [], [], None
     switches = folder.path / "switches.safetensors"
-    for name, switched in read_tensors(switches).items() if switches.exists() else ():
+    for name, switched in statistics.read_tensors(switches).items() if switches.exists() else ():
         title = SWITCH_TITLES[name].format(**words)
-        row = compare(sampled.logprobs_N, baseline, switched, lengths)
+        row = statistics.compare(sampled.logprobs_N, baseline, switched, lengths)
         if name == "routing":
             own, replayed = (baseline, switched) if chooses_itself else (switched, baseline)
-            routing = share_of_gap(sampled.logprobs_N, own, replayed, lengths)
+            routing = statistics.share_of_gap(sampled.logprobs_N, own, replayed, lengths)
         rows.append({"cause": title, "side": "learner", **row})
-    for row in compare_layouts(first.config.layout.tp, sampled, base_scores, layouts):
+    for row in statistics.compare_layouts(first.config.layout.tp, sampled, base_scores, layouts):
         title = f"{row['about'].upper()}: {row['second']} instead of {row['first']}"
         rows.append({"cause": title, "side": "learner", **row})
     if switches.exists():
@@ -126,7 +119,7 @@ def _causes(
     else:
         error = "causes on the server: SGLang gives prefill log-probs only at temperature 1"
         left_out.append(f"{error}; use rollout.temperature=1")
-    ranked = rank_causes(rows)
+    ranked = statistics.rank_causes(rows)
     return {"learner": first.text, "rollout": base.text, "ranked": ranked, "routing": routing}, left_out
 
 
@@ -153,9 +146,8 @@ def _server_causes(
     ]
     for text, file in files.items():
         if text != base.text and file.exists():
-            rows.append(
-                (f"prefill by {text} instead of {base.text}", own["prefill"], read_tensors(file)["prefill"])
-            )
+            title = f"prefill by {text} instead of {base.text}"
+            rows.append((title, own["prefill"], read_tensors(file)["prefill"]))
     comparisons = [(name, compare(learner_N, first_N, second_N, lengths)) for name, first_N, second_N in rows]
     return [{"cause": name, "side": "server", **row} for name, row in comparisons], left_out
 
@@ -185,12 +177,10 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     from trainer.studies.layout_text import markdown
 
     write_json(out / "mismatch.json", dict(result))
-    figures = draw_study(result, out)
-    (out / "mismatch.md").write_text(markdown(result, [figure.name for figure in figures]))
+    figures = [figure.name for figure in draw_study(result, out)]
+    (out / "mismatch.md").write_text(markdown(result, figures))
     _print_result(result)
-    print(
-        f"\n{out / 'mismatch.md'}, mismatch.json, {', '.join(figure.name for figure in figures)}", flush=True
-    )
+    print(f"\n{out / 'mismatch.md'}, mismatch.json, {', '.join(figures)}", flush=True)
 
 
 def _print_result(result: Mapping[str, Any]) -> None:

@@ -181,9 +181,8 @@ def table(result: Mapping[str, Any]) -> str:
 def _in_columns(rows: Sequence[Sequence[str]], width: int) -> str:
     """The first column is as wide as its widest cell, the others are ``width``."""
     first = max(len(row[0]) for row in rows)
-    return "\n".join(
-        f"{title:<{first}}" + "".join(f"{cell:>{width}}" for cell in row) for title, *row in rows
-    )
+    lines = (title.ljust(first) + "".join(cell.rjust(width) for cell in row) for title, *row in rows)
+    return "\n".join(lines)
 
 
 def lag_table(result: Mapping[str, Any]) -> str:
@@ -192,17 +191,12 @@ def lag_table(result: Mapping[str, Any]) -> str:
     lags: Mapping[str, Mapping[str, float]] = result.get("by_lag", {})
     if not lags:
         return ""
-    rows = [["lag", *map(_lag_text, lags)]]
+    rows = [["lag", *(label.replace("le_", "up to ").replace("over_", "over ") for label in lags)]]
     rows += [[title, *(show.format(of[key]) for of in lags.values())] for title, key, show in GAP_BY_LAG]
     for row in result["rows"]:
         cells = (f"{of['weight_mean']:.3f} ({of['kept_fraction']:.1%})" for of in row["by_lag"].values())
         rows.append([row["correction"], *cells])
     return _in_columns(rows, 20)
-
-
-def _lag_text(label: str) -> str:
-    kind, _, edge = label.partition("_")
-    return f"up to {edge}" if kind == "le" else f"over {edge}"
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:

@@ -140,13 +140,11 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     with fleets("servers", base.model.path, replicas=base.rollout.replicas) as controls:
         original = {tp: _get_answers(control, base) for tp, control in controls.items()}
         for number, (text, config) in enumerate(configs.items(), 1):
-            print(
-                f"[{number}/{len(configs)}] learner {text}: {counted(config.layout.world_size, 'rank')}",
-                flush=True,
-            )
+            ranks = counted(config.layout.world_size, "rank")
+            print(f"[{number}/{len(configs)}] learner {text}: {ranks}", flush=True)
             if number > 1:
                 _set_back(controls, base, original)
-            folder = _transfer_from(config, text, out, controls)
+            folder = _transfer(config, text, out, controls)
             transferred |= {(text, tp): _get_answers(control, base) for tp, control in controls.items()}
             exports[text] = wrong_tensors(folder.export, config)
             if number > 1:
@@ -156,9 +154,10 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     _check_that_it_can_fail(original, reference)
     findings = []
     for text in texts:
+        answers = {tp: transferred[text, tp] for tp in tps}
         served = {
-            tp: [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
-            for tp in tps
+            tp: [part for one in ones for part in differences(one, reference[tp])]
+            for tp, ones in answers.items()
         }
         findings.append(Finding(layout=text, export=exports[text], served=served))
     print(f"\n{table(findings, tps)}", flush=True)
@@ -237,9 +236,7 @@ def _set_back(
                 raise RoleFailed(f"{error}: {wrong}")
 
 
-def _transfer_from(
-    config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"]
-) -> RunFolder:
+def _transfer(config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"]) -> RunFolder:
     folder = layout_folder(out, "learner", text)
     folder.path.mkdir()
     folder.config.write_text(resolved_yaml(config))
@@ -377,7 +374,5 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
         result = sync.publish()
         sync.close()
         if learner.is_first_rank:
-            sent = (
-                f"sent {result.bytes / 2**20:.1f} MiB to rollout tp={servers['tp']} in {result.seconds:.2f} s"
-            )
-            print(f"    {sent}, probe gap {result.max_logprob_gap:.1e} nats", flush=True)
+            sent = f"{result.bytes / 2**20:.1f} MiB in {result.seconds:.2f} s to rollout tp={servers['tp']}"
+            print(f"    sent {sent}, probe gap {result.max_logprob_gap:.1e} nats", flush=True)

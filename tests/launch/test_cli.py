@@ -109,7 +109,7 @@ def test_one_machine_shares_its_gpus_where_they_are_too_few_for_both(tmp_path, m
     def placement(gpus: int, *overrides: str, **options) -> tuple[str, int]:
         monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
         monkeypatch.setattr(checks, "memory_problems", lambda *_: ())
-        monkeypatch.setattr(checks, "check_gpus", lambda *_: None)
+        monkeypatch.setattr(checks.served, "check_gpus", lambda *_: None)
         monkeypatch.setattr(checks, "device_of", lambda *_, **__: SimpleNamespace(kind="cuda"))
         parsed = parse_config(file, overrides)
         config = checks.load_checked(parsed, RunConfig, runs=checks.TRAINING, **options)

@@ -36,7 +36,7 @@ def said(run, *options: str, exit_code: int = 0) -> str:
 
 def test_the_last_step_turn_by_turn(run):
     text = said(run)
-    assert text == said(run, "--last") == said(run, "--step", "7")
+    assert text == said(run, "--step", "7")
     assert text.startswith("step 7, sampled for version 6 of the weights\n\n━━ group 4, prompt p\np7\n")
     assert text.count("━━ group") == 2 and text.count("── sibling") == 4
     assert (
@@ -80,7 +80,6 @@ def test_tokens_by_their_gap(run):
         (("--step", "3"), "--step 3: no samples of this step in .*; there are those of 1, 2, 7"),
         (("--group", "9"), "--group 9: not among the samples; there are 4, 5"),
         (("--sibling", "9"), "--sibling 9: not among the samples; there are 0, 1"),
-        (("--last", "--step", "1"), "--last and --step exclude each other"),
     ],
 )
 def test_what_is_missing_is_named_with_what_is_there(run, options, told):

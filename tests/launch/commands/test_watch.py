@@ -110,13 +110,13 @@ def test_a_look_reads_new_metrics_and_decodes_new_samples_alone(run, monkeypatch
 
     file.write_bytes(as_lines([make_sample(step=3)]))
     os.utime(file, ns=(1, 1))
-    watch._parts(RunFolder(run), metrics, decode)
+    watch._parts(RunFolder(run), metrics.read(), decode)
     count = len(decoded)
     assert count > 0
-    watch._parts(RunFolder(run), metrics, decode)
+    watch._parts(RunFolder(run), metrics.read(), decode)
     assert len(decoded) == count
     os.utime(file, ns=(2, 2))
-    watch._parts(RunFolder(run), metrics, decode)
+    watch._parts(RunFolder(run), metrics.read(), decode)
     assert len(decoded) == 2 * count
 
 
