@@ -244,7 +244,7 @@ class Engine(ABC):
         forward_only: Sequence[bool] = (),
     ) -> list[Any]:
         """Put the gradient of the summed losses into Megatron's gradient buffers; see ``Schedule.add_gradient``."""
-        self._require_optimizer("update")
+        self._require_weights("update")
         for trained in self._trained:
             trained.train()
             trained.zero_grad_buffer()
@@ -278,11 +278,6 @@ class Engine(ABC):
         self._optimizer.step_with_ready_grads()
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def _require_optimizer(self, action: str) -> None:
-        if self.is_frozen:
-            raise ValueError(f"{action} needs an optimizer; this engine was built frozen (training=None)")
-        self._require_weights(action)
-
     def _require_weights(self, action: str) -> None:
         """On a GPU the error would be an invalid argument of some kernel."""
         if self._offloaded is not None:
@@ -292,7 +287,7 @@ class Engine(ABC):
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
-        self._require_optimizer("save")
+        self._require_weights("save")
         checkpoint.save(
             folder,
             chunks=self.chunks,
@@ -304,7 +299,7 @@ class Engine(ABC):
 
     def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random state. Returns the ``extra`` given to ``save``."""
-        self._require_optimizer("load")
+        self._require_weights("load")
         return checkpoint.load(
             saved,
             chunks=self.chunks,
