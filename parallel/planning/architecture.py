@@ -120,6 +120,10 @@ class Architecture:
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent.is_recurrent[layer]
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None and self.experts.is_sparse[layer]
+
     @property
     def num_attentions(self) -> int:
         """Layers with attention, which a server keeps keys and values for."""
@@ -220,6 +224,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         )
     latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
     recurrent = read_recurrent(hf_config, kind, num_layers) if family.is_recurrent else None
+    size = None
+    if family.experts == "qwen3_next":  # all layers have experts, and the field may lack
+        size = read_size(hf_config, "moe_intermediate_size", kind)
     return Architecture(
         model_type=kind,
         vocab_size=read_size(hf_config, "vocab_size", kind),
@@ -228,7 +235,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_read_intermediate_size(hf_config, kind, family),
+        intermediate_size=read_size(hf_config, "intermediate_size", kind, default=size),
         norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=read_size(hf_config, "max_position_embeddings", kind),
         tied=read_flag(hf_config, "tie_word_embeddings", kind, default=family.is_gemma),
@@ -276,15 +283,6 @@ def _read_heads(
         scale=head_dim**-0.5 * yarn_scale(hf_config) ** 2,
     )
     return latent, head_dim, rotary_size
-
-
-def _read_intermediate_size(hf_config: Mapping[str, Any], kind: str, family: Family) -> int:
-    if family.experts != "qwen3_next":
-        return read_size(hf_config, "intermediate_size", kind)
-    # Of no layer: all have experts.
-    return read_size(
-        hf_config, "intermediate_size", kind, default=read_size(hf_config, "moe_intermediate_size", kind)
-    )
 
 
 def _further_layers(hf_config: Mapping[str, Any]) -> int:

@@ -15,34 +15,26 @@ BY_GROUPS: dict[str, tuple[Literal["softmax", "sigmoid"], tuple[str, ...]]] = {
 
 
 def read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
+    if family.experts is None:
+        return None
     if family.experts in BY_GROUPS:
         return _read_grouped_experts(hf_config, kind, family, num_layers)
-    clamp = None
-    if family.experts == "gpt_oss":
-        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
-        clamp = read_positive_number(hf_config, "swiglu_limit", kind)
-    elif family.experts == "mixtral":
-        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
-    elif family.experts in ("qwen3_moe", "qwen3_next"):
-        of_next = family.experts == "qwen3_next"
-        size_name, norm_topk = (
-            "moe_intermediate_size",
-            read_flag(hf_config, "norm_topk_prob", kind, default=of_next),
-        )
+    has_shared, has_clamp = family.experts == "qwen3_next", family.experts == "gpt_oss"
+    size_name, norm_topk, dense, every = "intermediate_size", True, [], 1
+    if family.experts in ("qwen3_moe", "qwen3_next"):
+        size_name = "moe_intermediate_size"
+        norm_topk = read_flag(hf_config, "norm_topk_prob", kind, default=has_shared)
         dense = _read_dense_layers(hf_config, kind, num_layers)
         every = read_size(hf_config, "decoder_sparse_step", kind, default=1)
-    else:
-        return None
     # Recent versions of transformers write Mixtral's name for either family.
     count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     count, chosen = _read_counts(hf_config, count_name, kind)
     is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
     if not any(is_sparse):
         raise ValueError(
-            f"config.json has mlp_only_layers={[*dense]} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
+            f"config.json has mlp_only_layers={dense} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
             "with experts; restore it, or use a dense model"
         )
-    has_shared = family.experts == "qwen3_next"
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
@@ -51,7 +43,7 @@ def read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_la
         is_sparse=is_sparse,
         shared_size=read_size(hf_config, "shared_expert_intermediate_size", kind) if has_shared else 0,
         has_shared_gate=has_shared,
-        clamp=clamp,
+        clamp=read_positive_number(hf_config, "swiglu_limit", kind) if has_clamp else None,
     )
 
 
