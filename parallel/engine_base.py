@@ -183,10 +183,6 @@ class Engine(ABC):
         (``PackedBatch.prompt_ids_S``)."""
         return self.chunks[0].shares_prompts
 
-    @property
-    def is_frozen(self) -> bool:
-        return self._training is None
-
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; the engine is unusable until ``restore``. No
         collective."""

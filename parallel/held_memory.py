@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel.engine import MegatronEngine
-from parallel.megatron.optimizer import optimizer_tensors
+from parallel.megatron.optimizer import own_tensors
 
 
 class _Kept:
@@ -56,14 +56,8 @@ def lasting_bytes(engine: MegatronEngine) -> dict[str, int]:
     return {
         "parameters": _bytes_of(parameters),
         "gradients": _bytes_of(p.main_grad for p in parameters if p.requires_grad),
-        "optimizer": _bytes_of(_states(engine, parameters)),
+        "optimizer": _bytes_of(own_tensors(engine._optimizer, parameters)),
     }
-
-
-def _states(engine: MegatronEngine, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Moments, steps and float32 weights, but no parameter of the model itself."""
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    yield from (t for t in optimizer_tensors(engine._optimizer) if t.untyped_storage().data_ptr() not in own)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

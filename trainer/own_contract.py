@@ -189,15 +189,12 @@ def _require_gradient_to(trial: _Trial, loss_T: Tensor, leaf_T: Tensor) -> None:
             "loss_T has no gradient to current_logprobs_T, so that nothing would be learned; compute it from current_logprobs_T without "
             ".detach(), .item() or numpy"
         )
-    leaves = _leaves_of(loss_T)
-    others = [leaf for leaf in leaves if leaf is not leaf_T]
+    others = [leaf for leaf in _leaves_of(loss_T) if leaf is not leaf_T]
     if others:
         raise trial.error(
             f"loss_T has a gradient to something other than current_logprobs_T, of shape {[*others[0].shape]}, which no optimizer "
             "moves; detach it"
         )
-    if not leaves:
-        raise trial.error("loss_T has no gradient to current_logprobs_T, so that nothing would be learned")
 
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:

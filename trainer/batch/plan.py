@@ -43,6 +43,10 @@ class Routing:
             )
         return trajectory.experts
 
+    def is_replayed(self, trajectory: Trajectory) -> np.ndarray:
+        known = trajectory.is_replayed
+        return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
@@ -180,7 +184,7 @@ def pack_trajectories(
         sequence_ids=sequence_ids,
         lags=None if newest is None else [_lags(t, newest) for t in trajectories],
         experts=None if routing is None else [routing.experts_of(t) for t in trajectories],
-        is_replayed=None if routing is None else [_is_replayed(t) for t in trajectories],
+        is_replayed=None if routing is None else [routing.is_replayed(t) for t in trajectories],
         share_prompts=share_prompts,
         **_kept(trajectories),
     )
@@ -208,11 +212,6 @@ def pack_responses(
         rollout_logprobs=[[0.0] * len(ids) for ids in token_ids],
         sequence_ids=sequence_ids,
     )
-
-
-def _is_replayed(trajectory: Trajectory) -> np.ndarray:
-    known = trajectory.is_replayed
-    return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
 
 
 def _kept(trajectories: Sequence[Trajectory]) -> dict[str, list[np.ndarray]]:
@@ -272,23 +271,19 @@ def _split_minibatch(
     # least load. Single sequences, tried last, always fit.
     best, least = None, 0.0
     size = max(Counter(prompts.ids_S[s] for s in part).values())
-    while best is None or (size and best.most > EVEN_ENOUGH * least):
+    while best is None or (size and best[0] > EVEN_ENOUGH * least):
         units = prompts.units(part, size)
         loads = [prompts.load(unit, lengths_S) for unit in units]
         least = least or sum(loads) / dp_size
         split = _split_units(units, loads, dp_size, token_budget, microbatch_multiple)
-        if split is not None and (best is None or split.most < best.most):
+        if split is not None and (best is None or split[0] < best[0]):
             best = split
         size //= 2
-    return best.bins
+    return best[1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    bins: tuple[tuple[Bin, ...], ...]
-    """[rank][micro-batch] -> sequences"""
-    most: int
-    """Load of the fullest rank."""
+_Split = tuple[int, tuple[tuple[Bin, ...], ...]]
+"""(load of the fullest rank, [rank][micro-batch] -> sequences)"""
 
 
 def _split_units(
@@ -309,9 +304,7 @@ def _split_units(
             if bins is not None:
                 hands = _deal_to_ranks(bins, loads, dp_size)
                 most = max(sum(_load(b, loads) for b in hand) for hand in hands)
-                return _Split(
-                    bins=tuple(tuple(_sequences(b, units) for b in hand) for hand in hands), most=most
-                )
+                return most, tuple(tuple(_sequences(b, units) for b in hand) for hand in hands)
         num_each += microbatch_multiple
     return None
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import trainer.learner
 from configs.schema import RunConfig
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.megatron.optimizer import gradient_buffers, optimizer_tensors
+from parallel.megatron.optimizer import gradient_buffers, own_tensors
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.planning.work import row_counts
 from parallel.simulation.device import Memory, SimulatedDevice
@@ -169,12 +169,8 @@ def _parameters(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
-    if engine.is_frozen:
-        return
-    own = {p.untyped_storage()._cdata for p in _parameters(engine)}
-    # For a float32 model the optimizer's parameters are the model's own. It may count steps on the host.
-    tensors = (t for t in optimizer_tensors(engine._optimizer) if t.is_meta)
-    yield from (t for t in tensors if t.untyped_storage()._cdata not in own)
+    """On the device: it may count steps on the host."""
+    return (t for t in own_tensors(engine._optimizer, _parameters(engine)) if t.is_meta)
 
 
 class _Sampler:

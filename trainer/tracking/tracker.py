@@ -26,7 +26,7 @@ from trainer.tracking.alarms import check_alarms, judged
 from trainer.tracking.console import Console
 from trainer.tracking.held_out import BestAccuracy
 from trainer.tracking.metrics_file import keep_until
-from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
+from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Row, Status
 from trainer.tracking.publisher import Publisher, services_of
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,11 @@ class Tracker:
         tags = {"tandem.run_dir": str(run_dir.resolve())}
         if resumed_from_step is not None:
             tags["tandem.resumed_from_step"] = str(resumed_from_step)
-        settings = Params(flatten(config.model_dump(mode="json")))
-        first = [settings, Artifact(run_dir / "config.yaml"), *map(_row_of, kept)]
+        first = [
+            flatten(config.model_dump(mode="json")),
+            Artifact(run_dir / "config.yaml"),
+            *map(_row_of, kept),
+        ]
         self._mlflow = MlflowThread(config, run_dir, first, tags)
         self._mlflow.start()
         self._publishers: list[Publisher] = []
