@@ -79,12 +79,6 @@ def linear_logprobs(
     return logprobs_T, entropy_T if with_entropy else None
 
 
-def _real_rows(weight_VH: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(id of this rank's first row, number of its rows without padding)."""
-    first = 0 if group is None else dist.get_rank(group) * weight_VH.shape[0]
-    return first, min(max(vocab_size - first, 0), weight_VH.shape[0])
-
-
 def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     return hidden_CH @ weight_VH.t()
 
@@ -135,7 +129,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, settings: _Settings):
         s = settings
-        first, count = _real_rows(weight_VH, s.vocab_size, s.group)
+        first = 0 if s.group is None else dist.get_rank(s.group) * weight_VH.shape[0]
+        count = min(max(s.vocab_size - first, 0), weight_VH.shape[0])  # of rows without padding
         kept_here = _KeptHere.of(s.kept, first, count, s.chunk_tokens)
         if s.whole_logits is None:
             rows_VH = weight_VH[:count].to(s.dtype)
