@@ -37,7 +37,7 @@ from parallel.megatron.optimizer import (
     build_scheduler,
     gradient_buffers,
     optimizer_parts,
-    state_tensors,
+    own_tensors,
 )
 from parallel.megatron.schedule import Forward, NonFiniteError, Schedule
 from parallel.packing import PackedBatch
@@ -193,17 +193,13 @@ class Engine(ABC):
         (``PackedBatch.prompt_ids_S``)."""
         return self.chunks[0].shares_prompts
 
-    @property
-    def is_frozen(self) -> bool:
-        return self._training is None
-
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; the engine is unusable until ``restore``. No
         collective."""
         if self._offloaded is None:
-            tensors = [t for chunk in self.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+            tensors = [*self._parameters(), *(t for chunk in self.chunks for t in chunk.buffers())]
             if self._offloaded_state is None and self._optimizer is not None:
-                tensors += state_tensors(self._optimizer, self.chunks)
+                tensors += own_tensors(self._optimizer, self._parameters())
             self._offloaded = Offloaded(tensors, dropped=gradient_buffers(self._trained))
 
     def restore(self) -> None:
@@ -214,7 +210,10 @@ class Engine(ABC):
 
     def _offload_state(self, config: OptimizerConfig) -> None:
         if config.offload:
-            self._offloaded_state = Offloaded(state_tensors(self._optimizer, self.chunks))
+            self._offloaded_state = Offloaded(own_tensors(self._optimizer, self._parameters()))
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for chunk in self.chunks for p in chunk.parameters())
 
     @contextmanager
     def _state_there(self) -> Iterator[None]:
@@ -274,7 +273,7 @@ class Engine(ABC):
         forward_only: Sequence[bool] = (),
     ) -> list[Any]:
         """Put the gradient of the summed losses into Megatron's gradient buffers; see ``Schedule.add_gradient``."""
-        self._require_optimizer("update")
+        self._require_weights("update")
         for trained in self._trained:
             trained.train()
             trained.zero_grad_buffer()
@@ -308,11 +307,6 @@ class Engine(ABC):
         self._optimizer.step_with_ready_grads()
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def _require_optimizer(self, action: str) -> None:
-        if self.is_frozen:
-            raise ValueError(f"{action} needs an optimizer; this engine was built frozen (training=None)")
-        self._require_weights(action)
-
     def _require_weights(self, action: str) -> None:
         """On a GPU the error would be an invalid argument of some kernel."""
         if self._offloaded is not None:
@@ -322,7 +316,7 @@ class Engine(ABC):
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
-        self._require_optimizer("save")
+        self._require_weights("save")
         with self._state_there():
             checkpoint.save(
                 folder,
@@ -335,7 +329,7 @@ class Engine(ABC):
 
     def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random state. Returns the ``extra`` given to ``save``."""
-        self._require_optimizer("load")
+        self._require_weights("load")
         with self._state_there():
             return checkpoint.load(
                 saved,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel.engine import MegatronEngine
-from parallel.megatron.optimizer import state_tensors
+from parallel.megatron.optimizer import own_tensors
 
 
 class _Kept:
@@ -56,7 +56,7 @@ def lasting_bytes(engine: MegatronEngine) -> dict[str, int]:
     return {
         "parameters": _bytes_of(parameters),
         "gradients": _bytes_of(p.main_grad for p in parameters if p.requires_grad),
-        "optimizer": _bytes_of(state_tensors(engine._optimizer, engine.chunks)),
+        "optimizer": _bytes_of(own_tensors(engine._optimizer, parameters)),
     }
 
 

@@ -11,7 +11,7 @@ properties that the loss relies on and that one call cannot show.
 ``serve`` runs it in a separate process (``launch/checks/own_parts.py`` is the other end of its pipe).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -36,7 +36,7 @@ from trainer.algorithm.own_parts import (
     load,
     require_weights,
 )
-from trainer.algorithm.segments import ValidTokens, valid_tokens
+from trainer.algorithm.segments import valid_tokens
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
 """Equal except for the rounding of float32 in another order."""
@@ -189,15 +189,12 @@ def _require_gradient_to(trial: _Trial, loss_T: Tensor, leaf_T: Tensor) -> None:
             "loss_T has no gradient to current_logprobs_T, so that nothing would be learned; compute it from current_logprobs_T without "
             ".detach(), .item() or numpy"
         )
-    leaves = _leaves_of(loss_T)
-    others = [leaf for leaf in leaves if leaf is not leaf_T]
+    others = [leaf for leaf in _leaves_of(loss_T) if leaf is not leaf_T]
     if others:
         raise trial.error(
             f"loss_T has a gradient to something other than current_logprobs_T, of shape {[*others[0].shape]}, which no optimizer "
             "moves; detach it"
         )
-    if not leaves:
-        raise trial.error("loss_T has no gradient to current_logprobs_T, so that nothing would be learned")
 
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:
@@ -224,17 +221,16 @@ def _check_objective(trial: _Trial) -> None:
     trial.require_same_bits("gradients", torch.cat(gradients), torch.cat(gradients_again))
     if not any(gradient_T.any() for gradient_T in gradients):
         raise trial.error("the gradient of loss_T to current_logprobs_T is 0 on every token of a made batch")
-    for order, how in _splits(len(sequences)):
-        for rows in order:
-            about = "on sequences without response tokens" if rows == [len(sequences) - 1] else f"on {how}"
-            some, some_gradients = _losses(trial, about, [sequences[row] for row in rows])
-            for row, loss_T, gradient_T in zip(rows, some, some_gradients, strict=True):
-                why = (
-                    f"the first is computed with all sequences in one batch, the second with {how}, but a token's loss must not depend on "
-                    "what else is in its micro-batch; use means and sums over a sequence alone (by cu_seqlens), or settings"
-                )
-                trial.require_close("loss_T", losses[row], loss_T, why)
-                trial.require_close("the gradient of loss_T", gradients[row], gradient_T, why)
+    for rows, how in _splits(len(sequences)):
+        about = "on sequences without response tokens" if rows == [len(sequences) - 1] else f"on {how}"
+        some, some_gradients = _losses(trial, about, [sequences[row] for row in rows])
+        why = (
+            f"the first is computed with all sequences in one batch, the second with {how}, but a token's loss must not depend on what "
+            "else is in its micro-batch; use means and sums over a sequence alone (by cu_seqlens), or settings"
+        )
+        for row, loss_T, gradient_T in zip(rows, some, some_gradients, strict=True):
+            trial.require_close("loss_T", losses[row], loss_T, why)
+            trial.require_close("the gradient of loss_T", gradients[row], gradient_T, why)
     for far in (FAR, -FAR):
         first, *others = sequences
         current_T = torch.where(first.mask_T, -0.5 - max(-far, 0.0), 0.0)
@@ -245,12 +241,11 @@ def _check_objective(trial: _Trial) -> None:
             _losses(trial, f"where log(pi_current / pi_old) is {far:g}", [extreme, *others])
 
 
-def _splits(count: int) -> list[tuple[list[list[int]], str]]:
-    rows = list(range(count))
-    return [
-        ([rows[::-1]], "the same sequences in another order"),
-        ([[row] for row in rows], "each sequence alone"),
-    ]
+def _splits(count: int) -> Iterator[tuple[list[int], str]]:
+    """(sequences, how they differ from the batch of all) of each further call."""
+    yield [*range(count)[::-1]], "the same sequences in another order"
+    for row in range(count):
+        yield [row], "each sequence alone"
 
 
 # ------------------------------------------------------------------------------------------ advantage
@@ -301,7 +296,9 @@ def _check_weight(trial: _Trial) -> None:
     ratios = [0.5 * torch.randn(int(mask_T.sum()), generator=generator) for mask_T in masks]
 
     def weights(about: str, rows: Sequence[int], log_ratio_N: Tensor | None = None) -> list[Tensor]:
-        valid = _valid([masks[row] for row in rows])
+        chosen = [masks[row] for row in rows]
+        cu_seqlens = torch.tensor([0, *accumulate(map(len, chosen))], dtype=torch.int32)
+        valid = valid_tokens(torch.cat(chosen), cu_seqlens)
         log_ratio_N = torch.cat([ratios[row] for row in rows]) if log_ratio_N is None else log_ratio_N
         weights_N = trial.call(about, log_ratio_N, bounds_S=valid.bounds_S, segment_bounds=valid.run_bounds())
         trial.require_no_gradient("weights_N", weights_N)
@@ -311,19 +308,13 @@ def _check_weight(trial: _Trial) -> None:
     everything = [*range(len(masks))]
     expected = weights("on a made batch", everything)
     trial.require_same_bits("weights", torch.cat(expected), torch.cat(weights("on a made batch", everything)))
-    for order, how in _splits(len(masks)):
-        for rows in order:
-            about = "without response tokens" if rows == [len(masks) - 1] else f"on {how}"
-            why = (
-                f"the first is computed with all sequences in one batch, the second with {how}, but a weight must not depend on what else "
-                "is in its batch; use means and sums over a sequence alone (by bounds_S), or settings"
-            )
-            for row, found_N in zip(rows, weights(about, rows), strict=True):
-                trial.require_close("weights_N", expected[row], found_N, why)
+    for rows, how in _splits(len(masks)):
+        about = "without response tokens" if rows == [len(masks) - 1] else f"on {how}"
+        why = (
+            f"the first is computed with all sequences in one batch, the second with {how}, but a weight must not depend on what else is "
+            "in its batch; use means and sums over a sequence alone (by bounds_S), or settings"
+        )
+        for row, found_N in zip(rows, weights(about, rows), strict=True):
+            trial.require_close("weights_N", expected[row], found_N, why)
     for far in (FAR, -FAR):
         weights(f"where log rho is {far:g}", everything, torch.cat(ratios).fill_(far))
-
-
-def _valid(masks: Sequence[Tensor]) -> ValidTokens:
-    cu_seqlens = torch.tensor([0, *accumulate(len(mask_T) for mask_T in masks)], dtype=torch.int32)
-    return valid_tokens(torch.cat(list(masks)), cu_seqlens)

@@ -38,10 +38,6 @@ class Example:
     answers: list[range]
     """Places of the answers to learn, in order. The last one ends the example."""
 
-    @property
-    def num_answer_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
 
 def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
     """Train ``config.model`` on ``config.data`` for ``config.steps`` and write ``config.output``. Every rank
@@ -162,5 +158,5 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
     ids = plan.sequence_ids(dp_rank)
     mine = [examples[i] for i in ids]
     packed = pack_responses([e.token_ids for e in mine], [e.answers for e in mine], ids)
-    counted = sum(e.num_answer_tokens for e in examples)
+    counted = sum(len(answer) for e in examples for answer in e.answers)
     return [packed.select(rows) for rows in plan.rows(dp_rank)[0]], counted

@@ -199,14 +199,17 @@ class WeightSync:
     def _have_servers_changed(self, *, within_s: float = 0.0) -> bool:
         """Whether servers have ended or restarted since the transfer groups were made; rank 0 checks, for
         all."""
-        if self._lives is None:
+        lives = self._lives
+        if lives is None:
             return False
-        look = partial(self._look_for_change, self._lives, within_s)
-        return answer_of_first_rank(lambda: look() or None) is not None  # None is the cheapest answer
 
-    def _changes_after_failure(self) -> bool:
-        shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
-        return self._have_servers_changed(within_s=LOST_SERVER_S + shared_s)
+        def look() -> bool | None:  # None is the cheapest answer
+            deadline = time.monotonic() + within_s
+            while lives() == self._served and time.monotonic() < deadline:
+                self._wait_a_little()
+            return lives() != self._served or None
+
+        return answer_of_first_rank(look) is not None
 
     def _follow_servers(self) -> None:
         """If servers have ended or restarted, create new transfer groups with the servers that exist; all
@@ -220,12 +223,6 @@ class WeightSync:
             on_first_rank(partial(self._meet_others, self._lives))
             self._has_met_servers = False
             self._connect_all()
-
-    def _look_for_change(self, lives: Lives, patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
-        while lives() == self._served and time.monotonic() < deadline:
-            self._wait_a_little()
-        return lives() != self._served
 
     def _meet_others(self, lives: Lives) -> None:
         start_s = min(self._rollout.server_start_timeout_s, self._launch.patience_s)
@@ -274,23 +271,22 @@ class WeightSync:
         Until the weights are verified the servers stay paused: half an update never serves.
         """
 
+        def pause_and_look() -> bool:
+            """Whether an update broke off, or the servers hold another version than the learner."""
+            broke_off = self._servers.take_over()
+            return broke_off or set(self._servers.versions()) != {self._learner.version}
+
         def look_and_send() -> None:
             self._follow_servers()
             self._meet_servers()
             # Even if the weights are sent in any case: this pauses the servers.
-            have_others = answer_of_first_rank(self._pause_and_look)
+            have_others = answer_of_first_rank(pause_and_look)
             if have_others or sends:
                 self._send_to_all()
             else:
                 on_first_rank(lambda: self._servers.resume())
 
         self._again_where_servers_change(look_and_send)
-
-    def _pause_and_look(self) -> bool:
-        """Pause the servers. Returns whether an update broke off, or the servers hold another version than
-        the learner."""
-        broke_off = self._servers.take_over()
-        return broke_off or set(self._servers.versions()) != {self._learner.version}
 
     def _meet_servers(self) -> None:
         """Once: refuse servers without this version of the plugin, if they should have it."""
@@ -304,7 +300,8 @@ class WeightSync:
             try:
                 return work()
             except RolloutError:
-                if not self._changes_after_failure():
+                shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
+                if not self._have_servers_changed(within_s=LOST_SERVER_S + shared_s):
                     raise
 
     def _send_to_all(self) -> SyncResult:
@@ -323,12 +320,10 @@ class WeightSync:
         self._turns.give_to_servers()
         is_probed = not (self._agreement.samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
-        total = sum(sent.bytes for sent in by_stage)
-        seconds = time.perf_counter() - started
         return SyncResult(
             version=self._learner.version,
-            bytes=total,
-            seconds=seconds,
+            bytes=sum(sent.bytes for sent in by_stage),
+            seconds=time.perf_counter() - started,
             max_logprob_gap=gap,
             servers=self._num_servers,
         )

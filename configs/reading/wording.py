@@ -49,6 +49,11 @@ PATTERNS = {
     r"^\d+[KMGT]?$": "a number and perhaps a unit, such as `500G`",
     r"^\S+$": "text without blanks",
     r"^/\S+$": "an absolute path without blanks",
+    r"^[^:]+:[^:]+$": "of the form module:name, such as my_module:my_name",
+    r"^[A-Za-z0-9._,:@+/-]+$": "a name, or several with commas between, of letters, digits and ._:@+/- only",
+    r"^--[a-z][a-z-]*(=[A-Za-z0-9._,:@+/=*\[\]()&|-]+)?$": "--name or --name=value, without spaces and quotes",
+    r"^([0-9]{1,3}(:[0-5][0-9]){2}|[0-9]+-([01]?[0-9]|2[0-3])(:[0-5][0-9]){0,2})$":  # as Slurm reads it
+    "hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12",
 }
 """Descriptions of the schema's patterns."""
 

@@ -1,13 +1,23 @@
 """The base of every schema class, and the types that several of them share."""
 
+import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from configs.errors import Contradiction, Contradictions
 
@@ -56,26 +66,22 @@ PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """A name that may be a part of a metric's."""
 
 
-def at_most(limit: float, reason: str) -> AfterValidator:
-    """A generous upper bound: a larger value is a mistake, which a role would report late or never."""
+PartName = Annotated[str, StringConstraints(pattern=rf"^{PART_NAME.pattern}$")]
+
+
+def _bound(words: str, is_beyond: Callable, limit: float, reason: str) -> AfterValidator:
+    """A generous bound: a value beyond it is a mistake, which a role would report late or never."""
 
     def check(value: Any) -> Any:
-        if value > limit:
-            raise ValueError(f"beyond reason: {reason}; use at most {limit:_}")
+        if is_beyond(value, limit):
+            raise ValueError(f"beyond reason: {reason}; use {words} {limit:_}")
         return value
 
     return AfterValidator(check)
 
 
-def at_least(limit: float, reason: str) -> AfterValidator:
-    """A generous lower bound."""
-
-    def check(value: Any) -> Any:
-        if value < limit:
-            raise ValueError(f"beyond reason: {reason}; use at least {limit}")
-        return value
-
-    return AfterValidator(check)
+at_most = partial(_bound, "at most", operator.gt)
+at_least = partial(_bound, "at least", operator.lt)
 
 
 def address_of(url: str) -> SplitResult | None:

@@ -40,34 +40,17 @@ class NodesConfig(Schema):
     interface with the address of the node's host name, or else that of the default route."""
 
 
-def _slurm_time(value: str) -> str:
-    # Slurm reads more forms, but reads the first of two numbers as minutes.
-    if not re.fullmatch(r"\d{1,3}(:[0-5]\d){2}|\d+-([01]?\d|2[0-3])(:[0-5]\d){0,2}", value, re.ASCII):
-        raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
-    return value
-
-
-def _one_word(value: str) -> str:
-    """Refuses whatever could end or change an ``#SBATCH`` line: spaces, quotes, comments and line ends."""
-    if not re.fullmatch(r"[A-Za-z0-9._,:@+/-]+", value, re.ASCII):
-        raise ValueError("write a name, or several with commas between, of letters, digits and ._:@+/- only")
-    return value
-
-
-def _option(value: str) -> str:
-    if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9._,:@+/=*\[\]()&|-]+)?", value, re.ASCII):
-        raise ValueError("write --name or --name=value, as sbatch reads it, without spaces and quotes")
-    return value
-
-
-OneWord = Annotated[str, AfterValidator(_one_word)]
-Option = Annotated[str, AfterValidator(_option)]
+# What could end or change an `#SBATCH` line is refused: spaces, quotes, comments and line ends.
+OneWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._,:@+/-]+$")]
+Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9._,:@+/=*\[\]()&|-]+)?$")]
+_SLURM_TIME = r"^([0-9]{1,3}(:[0-5][0-9]){2}|[0-9]+-([01]?[0-9]|2[0-3])(:[0-5][0-9]){0,2})$"
+"""Slurm reads more forms, but reads the first of two numbers as minutes."""
 
 
 class SlurmConfig(Schema):
     """The request of ``tandem slurm`` to Slurm. None: Slurm's own default."""
 
-    time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
+    time: str = Field(default="24:00:00", pattern=_SLURM_TIME)
     """Time limit of one start, as ``hours:minutes:seconds`` or ``days-hours``. The job is requeued before the
     limit and continues."""
     partition: OneWord | None = None

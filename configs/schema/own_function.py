@@ -2,19 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from configs.schema.base import Schema, Seconds
 
-
-def _module_and_name(path: str) -> str:
-    module, colon, name = path.partition(":")
-    if not (module and colon and name) or ":" in name:
-        raise ValueError(f"{path!r} is not of the form module:name, such as my_module:my_name")
-    return path
-
-
-ModuleAndName = Annotated[str, AfterValidator(_module_and_name)]
+ModuleAndName = Annotated[str, StringConstraints(pattern=r"^[^:]+:[^:]+$")]
 """``module:name`` of a function or a class."""
 Plain = str | int | float | bool | None
 

@@ -9,13 +9,14 @@ from pydantic import AfterValidator, Field, field_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
-    PART_NAME,
     Count,
     FiniteFloat,
     GivenPath,
     KeyVariable,
     NonNegativeFloat,
     NonNegativeInt,
+    PartName,
+    PositiveFloat,
     PositiveInt,
     Schema,
     Seconds,
@@ -252,21 +253,12 @@ class CodeReward(OwnReward):
     """Programs that run at the same time. null: half of the cores, at most 32."""
 
 
-def _punishes(weight: float) -> float:
-    if weight <= 0:
-        effect = "rewards long responses" if weight < 0 else "adds nothing"
-        raise ValueError(
-            f"the penalty is itself negative, so that it {effect} with a weight of {weight:g}; use a weight above 0, or remove the part"
-        )
-    return weight
-
-
 class OverlongPenalty(Schema):
     """DAPO's soft overlong punishment, only as a part of ``weighted``. It reaches -1 times ``weight`` at
     ``rollout.max_new_tokens`` tokens."""
 
     type: Literal["overlong"] = "overlong"
-    weight: Annotated[FiniteFloat, AfterValidator(_punishes)] = 1.0
+    weight: PositiveFloat = 1.0
     """Factor of the penalty, above 0; the penalty is itself negative."""
     buffer_tokens: PositiveInt
     """L_cache: over this many tokens before max_new_tokens the penalty goes linearly from 0 to -1."""
@@ -283,7 +275,7 @@ class WeightedReward(Schema):
     unweighted."""
 
     type: Literal["weighted"] = "weighted"
-    parts: Annotated[dict[str, RewardPart], Field(min_length=1)]
+    parts: Annotated[dict[PartName, RewardPart], Field(min_length=1)]
     """The rewards by name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...],
     weight: 0.2}``.
 
@@ -297,13 +289,6 @@ class WeightedReward(Schema):
                 ("parts",),
                 "parts hold an overlong penalty but no reward",
                 "add a part that rewards, e.g. correct: {type: gsm8k}",
-            )
-        wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
-        if wrong is not None:
-            yield Contradiction(
-                (),
-                f"{wrong!r} cannot name a part, since metrics are named after it",
-                "use letters, digits, `_` and `-`",
             )
 
 

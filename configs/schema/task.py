@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from configs.errors import Contradiction
-from configs.schema.base import PART_NAME, Fraction, GivenPath, PositiveInt, Schema, at_most
+from configs.schema.base import Fraction, GivenPath, PartName, PositiveInt, Schema, at_most
 
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
-SetName = Annotated[str, StringConstraints(pattern=rf"^{PART_NAME.pattern}$")]
 
 
 class CountdownTask(Schema):
@@ -38,7 +37,7 @@ class FileTask(Schema):
     """
     heldout_path: GivenPath | None = None
     """File of the held-out problems; without it nothing is evaluated."""
-    heldout_sets: dict[SetName, GivenPath] = Field(default_factory=dict)
+    heldout_sets: dict[PartName, GivenPath] = Field(default_factory=dict)
     """Further files of held-out problems, by name, with the same fields. ``eval/set/NAME/accuracy`` is the
     accuracy on one of them. ``eval/accuracy``, by which the best checkpoint is kept, is the accuracy on
     ``heldout_path`` alone."""

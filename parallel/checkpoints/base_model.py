@@ -43,10 +43,6 @@ def fingerprint(folder: Path) -> str:
     return found.hexdigest()
 
 
-def write(folder: Path, described: Mapping[str, Any]) -> None:
-    (folder / ADAPTERS).write_text(json.dumps(described, indent=2))
-
-
 def why_not(folder: Path, described: Mapping[str, Any] | None) -> str | None:
     """Why the checkpoint in ``folder`` is none of this run's model; None if it is. described: this run's,
     None for a run that trains every weight."""

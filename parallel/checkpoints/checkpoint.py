@@ -135,26 +135,23 @@ def _plain_states(optimizer, state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
             yield inner["state"]
 
 
+def _clean_saved(optimizer, state: dict[Any, Any]) -> None:
+    """Move the step counts of plain optimizers to the host: Megatron pickles them for all ranks, each of which would open rank
+    0's device. Of distributed optimizers the first data-parallel rank saves the state for all, and the others have None in
+    its place: Megatron would warn at each checkpoint that their state has a key more than rank 0's."""
+    for of_part in _plain_states(optimizer, state):
+        if isinstance(step := of_part.get("common_step"), torch.Tensor):
+            of_part["common_step"] = step.cpu()
+    for _, part_state in _states_of_parts(optimizer, state):
+        if "param_state" in part_state and part_state["param_state"] is None:
+            del part_state["param_state"]
+
+
 def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
     """Give plain optimizers the step count that torch's AdamW needs. It is missing if the state was saved
     before the first step, or by a rank 0 without experts."""
     for of_part in _plain_states(optimizer, state):
         of_part.setdefault("common_step", torch.tensor(float(steps)))
-
-
-def _move_steps_to_host(optimizer, state: dict[Any, Any]) -> None:
-    """Of plain optimizers. Megatron pickles their step counts for all ranks, each of which would open rank 0's device."""
-    for of_part in _plain_states(optimizer, state):
-        if isinstance(step := of_part.get("common_step"), torch.Tensor):
-            of_part["common_step"] = step.cpu()
-
-
-def _drop_states_of_other_ranks(optimizer, state: dict[Any, Any]) -> None:
-    """Of distributed optimizers, whose first data-parallel rank saves the state for all: the others have None in its place.
-    Megatron would warn at each checkpoint that their state has a key more than rank 0's."""
-    for _, part_state in _states_of_parts(optimizer, state):
-        if "param_state" in part_state and part_state["param_state"] is None:
-            del part_state["param_state"]
 
 
 def save(
@@ -172,13 +169,9 @@ def save(
     ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. ``adapters`` names the
     model that the chunks' adapters belong to (``base_model.describe``); None for chunks without adapters. Raises
     DiskFull on every rank if any finds no space, CheckpointError if a write fails otherwise; earlier
-    checkpoints stay valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
+    checkpoints stay valid, and no partial one remains.
     """
     folder = Path(folder)
-    try:
-        extra_text = json.dumps(dict(extra), allow_nan=True)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"extra of a checkpoint must be JSON: {error}") from error
     temporary = folder.parent / f".{folder.name}.partial"
 
     def prepare(state: dict[str, Any]) -> None:
@@ -197,9 +190,9 @@ def save(
         return records
 
     def finish(hashed: Mapping[str, FileRecord]) -> None:
-        (temporary / EXTRA).write_text(extra_text)
+        (temporary / EXTRA).write_text(json.dumps(extra))
         if adapters is not None:
-            base_model.write(temporary, adapters)
+            (temporary / base_model.ADAPTERS).write_text(json.dumps(adapters, indent=2))
         write_manifest(temporary, world_size=dist.get_world_size(), hashed=hashed)
         replace_folder(temporary, folder)
 
@@ -324,8 +317,7 @@ def _checkpoint_state(
         "scheduler": scheduler.state_dict(),
     }
     if not is_loading:
-        _move_steps_to_host(optimizer, state["optimizer"])
-        _drop_states_of_other_ranks(optimizer, state["optimizer"])
+        _clean_saved(optimizer, state["optimizer"])
     if with_random:
         place = ((dist.get_world_size(),), (dist.get_rank(),))
         state["random"] = ShardedObject("random", _random_state(), *place, replica_id=0)

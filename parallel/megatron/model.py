@@ -320,11 +320,7 @@ class ValueGPTModel(PackedGPTModel):
             # gradient, and Megatron sums them; otherwise each rank has the whole gradient.
             self.value_head.weight.sequence_parallel = config.sequence_parallel
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
-        # GPTModel's own method looks for the output layer's weight.
-        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+    sharded_state_dict = MegatronModule.sharded_state_dict  # GPTModel's looks for the output layer's weight
 
     def values(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """float32 values_T in the order of ``tokens_T`` on the last stage, hidden states on earlier ones.

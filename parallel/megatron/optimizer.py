@@ -1,6 +1,6 @@
 """Megatron's optimizer from a run's config: AdamW, a loss scale for float16, and the learning-rate schedule."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,10 +67,10 @@ def optimizer_tensors(optimizer) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def state_tensors(optimizer, chunks: Sequence[Module]) -> list[Tensor]:
-    """``optimizer_tensors`` of an optimizer of these chunks, without their parameters."""
-    of_model = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
-    return [t for t in optimizer_tensors(optimizer) if t.untyped_storage()._cdata not in of_model]
+def own_tensors(optimizer, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """``optimizer_tensors`` but for the model's own ``parameters``: moments, steps and float32 weights."""
+    taken = {p.untyped_storage()._cdata for p in parameters}
+    return (t for t in optimizer_tensors(optimizer) if t.untyped_storage()._cdata not in taken)
 
 
 def gradient_buffers(trained: Sequence[Any]) -> Iterator[Tensor]:

@@ -33,7 +33,7 @@ def window_frequencies(hf_config: Mapping[str, Any]) -> Tensor | None:
     another base. None: they do not."""
     family = family_of(hf_config.get("model_type"))
     if family.is_gemma:
-        return _plain_frequencies(window_theta(hf_config, hf_config["model_type"]), hf_config["head_dim"])
+        return _plain_frequencies(window_theta(hf_config), hf_config["head_dim"])
     if not family.plain_windows or rope_type_of(hf_config) == "default":
         return None
     plain = plain_rotary({**hf_config, "rope_scaling": None})

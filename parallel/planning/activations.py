@@ -40,26 +40,18 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     # Chunks differ where a model has dense and sparse layers.
     chunks = [range(first, first + per_chunk) for first in range(0, len(whole), per_chunk)]
     largest_chunk = max(sum(whole[i] for i in chunk) for chunk in chunks)
-    # In a backward pass, when a recurrent layer is computed again: it and those before it are there.
+    # A recurrent layer that is computed again in a backward pass: its first norm and product, and the rule's tensors.
+    mixed = rows * (_norm_row(architecture, architecture.hidden_size, work) + hidden_bytes)
+    mixed += tokens * work.dtype_bytes * _mixed(architecture) // layout.tp
+    mixed += rule_bytes(architecture, layout, work)
+    # The layers before it are there too.
     before = [
-        sum(whole[chunk[0] : i]) + _while_mixed(architecture, layout, work)
+        sum(whole[chunk[0] : i]) + mixed
         for chunk in chunks
         for i in chunk
         if architecture.is_recurrent(layers[i])
     ]
     return tables + (passes - 1) * largest_chunk + max(largest_chunk + end, *before, 0)
-
-
-def _while_mixed(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
-    """A recurrent layer's first norm and product, and the tensors that the rule keeps."""
-    rows, tokens = row_counts(layout, work.token_budget)
-    b, hidden = work.dtype_bytes, architecture.hidden_size
-    product = tokens * b * _mixed(architecture) // layout.tp
-    return (
-        rows * (_norm_row(architecture, hidden, work) + b * hidden)
-        + product
-        + rule_bytes(architecture, layout, work)
-    )
 
 
 def _mixed(architecture: Architecture) -> int:
@@ -163,7 +155,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     """
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
     rows, tokens = row_counts(layout, work.token_budget)
-    is_sparse = a.experts is not None and a.experts.is_sparse[layer]
+    is_sparse = a.is_sparse(layer)
     kept = a.layer_norms * rows * _norm_row(a, a.hidden_size, work)
     kept += _inputs(a, layout, work, layer, is_sparse=is_sparse)
     if a.is_recurrent(layer):

@@ -10,6 +10,7 @@ from typing import Any
 from configs.reading.files import text_of
 from configs.reading.named_files import fix_model_path
 from parallel.planning.config_fields import (
+    field_error,
     read_field,
     read_flag,
     read_positive_number,
@@ -120,6 +121,10 @@ class Architecture:
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and self.recurrent.is_recurrent[layer]
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None and self.experts.is_sparse[layer]
+
     @property
     def num_attentions(self) -> int:
         """Layers with attention, which a server keeps keys and values for."""
@@ -194,51 +199,52 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     family = family_of(kind)
     assert isinstance(kind, str)  # it is the name of a family
     refuse_variants(hf_config, kind, family)
-    heads = read_size(hf_config, "num_attention_heads", kind)
-    hidden_size = read_size(hf_config, "hidden_size", kind)
-    num_layers = read_size(hf_config, "num_hidden_layers", kind)
+    heads = read_size(hf_config, "num_attention_heads")
+    hidden_size = read_size(hf_config, "hidden_size")
+    num_layers = read_size(hf_config, "num_hidden_layers")
     if num_layers > MOST_LAYERS:
-        raise ValueError(
-            f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
-        )
+        raise field_error(f"num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it")
     # Of latent attention every head has keys and values of its own.
     kv_heads = heads
     if not family.is_latent:
-        kv_heads = read_size(hf_config, "num_key_value_heads", kind, default=heads)
+        kv_heads = read_size(hf_config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise ValueError(
-            f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
+        raise field_error(
+            f"num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
         )
     if not family.is_latent and hf_config.get("head_dim") is None and hidden_size % heads:
-        raise ValueError(
-            f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
+        raise field_error(
+            f"hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
         )
     if family.whole_qk_norm and hf_config.get("head_dim") not in (None, hidden_size // heads):
-        raise ValueError(
-            f"config.json has head_dim={hf_config['head_dim']!r}, of which SGLang's {kind} knows nothing; it must be "
+        raise field_error(
+            f"head_dim={hf_config['head_dim']!r}, of which SGLang's {kind} knows nothing; it must be "
             f"{hidden_size // heads} (hidden_size / num_attention_heads)"
         )
     latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
-    recurrent = read_recurrent(hf_config, kind, num_layers) if family.is_recurrent else None
+    recurrent = read_recurrent(hf_config, num_layers) if family.is_recurrent else None
+    size = None
+    if family.experts == "qwen3_next":  # all layers have experts, and the field may lack
+        size = read_size(hf_config, "moe_intermediate_size")
     return Architecture(
         model_type=kind,
-        vocab_size=read_size(hf_config, "vocab_size", kind),
+        vocab_size=read_size(hf_config, "vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_read_intermediate_size(hf_config, kind, family),
-        norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
-        max_positions=read_size(hf_config, "max_position_embeddings", kind),
-        tied=read_flag(hf_config, "tie_word_embeddings", kind, default=family.is_gemma),
-        qkv_bias=_has(hf_config, family.qkv_bias, kind, default=family.qkv_bias_by_default),
-        qk_norm=_has(hf_config, family.qk_norm, kind),
+        intermediate_size=read_size(hf_config, "intermediate_size", default=size),
+        norm_eps=read_positive_number(hf_config, "rms_norm_eps"),
+        max_positions=read_size(hf_config, "max_position_embeddings"),
+        tied=read_flag(hf_config, "tie_word_embeddings", default=family.is_gemma),
+        qkv_bias=_has(hf_config, family.qkv_bias, default=family.qkv_bias_by_default),
+        qk_norm=_has(hf_config, family.qk_norm),
         rotary_size=rotary_size,
-        score_scale=read_positive_number(hf_config, "query_pre_attn_scalar", kind) ** -0.5
+        score_scale=read_positive_number(hf_config, "query_pre_attn_scalar") ** -0.5
         if family.is_gemma
         else None,
-        windows=read_windows(hf_config, kind, num_layers, family) if family.serves_windows else (),
+        windows=read_windows(hf_config, num_layers, family) if family.serves_windows else (),
         latent=latent,
         recurrent=recurrent,
         experts=read_experts(hf_config, kind, family, num_layers),
@@ -251,54 +257,46 @@ def _read_heads(
 ) -> tuple[Latent | None, int, int]:
     """(latent, head_dim, rotary_size). default: head_dim if config.json does not say."""
     if not family.is_latent:
-        head_dim = read_size(hf_config, "head_dim", kind, default=None if family.needs_head_dim else default)
+        head_dim = read_size(hf_config, "head_dim", default=None if family.needs_head_dim else default)
         return None, head_dim, rotary_size_of(hf_config, family, head_dim)
-    rotary_size = read_size(hf_config, "qk_rope_head_dim", kind)
-    head_dim = rotary_size + read_size(hf_config, "qk_nope_head_dim", kind)
-    value_dim = read_size(hf_config, "v_head_dim", kind)
+    rotary_size = read_size(hf_config, "qk_rope_head_dim")
+    head_dim = rotary_size + read_size(hf_config, "qk_nope_head_dim")
+    value_dim = read_size(hf_config, "v_head_dim")
     if rotary_size % 2 or value_dim > head_dim:
-        raise ValueError(
-            f"config.json has qk_rope_head_dim={rotary_size} and v_head_dim={value_dim}; the first must be even, and the second at "
+        raise field_error(
+            f"qk_rope_head_dim={rotary_size} and v_head_dim={value_dim}; the first must be even, and the second at "
             f"most {head_dim} (qk_nope_head_dim + qk_rope_head_dim)"
         )
     # transformers writes the size of the rotated part as head_dim, and rotates by that of the file, but in DeepSeek-V2.
     if kind != "deepseek_v2" and hf_config.get("head_dim", rotary_size) != rotary_size:
-        raise ValueError(
-            f"config.json has head_dim={hf_config['head_dim']!r} beside qk_rope_head_dim={rotary_size}: transformers takes the first for "
+        raise field_error(
+            f"head_dim={hf_config['head_dim']!r} beside qk_rope_head_dim={rotary_size}: transformers takes the first for "
             "the angles of rotation, and SGLang the second; remove head_dim"
         )
-    has_query_rank = read_field(hf_config, "q_lora_rank", kind) is not None
     latent = Latent(
-        query_rank=read_size(hf_config, "q_lora_rank", kind) if has_query_rank else None,
-        rank=read_size(hf_config, "kv_lora_rank", kind),
+        query_rank=None
+        if read_field(hf_config, "q_lora_rank") is None
+        else read_size(hf_config, "q_lora_rank"),
+        rank=read_size(hf_config, "kv_lora_rank"),
         value_dim=value_dim,
-        is_interleaved=read_flag(hf_config, "rope_interleave", kind, default=True),
+        is_interleaved=read_flag(hf_config, "rope_interleave", default=True),
         scale=head_dim**-0.5 * yarn_scale(hf_config) ** 2,
     )
     return latent, head_dim, rotary_size
 
 
-def _read_intermediate_size(hf_config: Mapping[str, Any], kind: str, family: Family) -> int:
-    if family.experts != "qwen3_next":
-        return read_size(hf_config, "intermediate_size", kind)
-    # Of no layer: all have experts.
-    return read_size(
-        hf_config, "intermediate_size", kind, default=read_size(hf_config, "moe_intermediate_size", kind)
-    )
-
-
 def _further_layers(hf_config: Mapping[str, Any]) -> int:
     count = hf_config.get("num_nextn_predict_layers") or 0
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
-        raise ValueError(
-            f"config.json has num_nextn_predict_layers={count!r}; it must be a whole number of at least 0, at most {MOST_LAYERS}"
+        raise field_error(
+            f"num_nextn_predict_layers={count!r}; it must be a whole number of at least 0, at most {MOST_LAYERS}"
         )
     return count
 
 
-def _has(hf_config: Mapping[str, Any], part: bool | str, kind: str, *, default: bool = False) -> bool:
+def _has(hf_config: Mapping[str, Any], part: bool | str, *, default: bool = False) -> bool:
     """``part`` of ``Family``: a fact, or the field that says so."""
-    return part if isinstance(part, bool) else read_flag(hf_config, part, kind, default=default)
+    return part if isinstance(part, bool) else read_flag(hf_config, part, default=default)
 
 
 def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:

@@ -16,59 +16,57 @@ _ROPE_NUMBERS = (
 """The numbers of rope parameters."""
 
 
-def read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
+def field_error(fault: str) -> ValueError:
+    """fault: a field with its value, what is wrong, and the fix."""
+    return ValueError(f"config.json has {fault}")
+
+
+def read_size(hf_config: Mapping[str, Any], name: str, *, default: int | None = None) -> int:
     """A whole number of at least 1; ``default``, if there is one, for a missing field or null."""
     if default is not None and hf_config.get(name) is None:
         return default
-    value = read_field(hf_config, name, kind)
+    value = read_field(hf_config, name)
     if type(value) is not int or value < 1:
-        raise ValueError(
-            f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1"
-        )
+        raise field_error(f"{name}={value!r}; it must be a whole number of at least 1")
     return value
 
 
-def read_flag(hf_config: Mapping[str, Any], name: str, kind: str, *, default: bool) -> bool:
+def read_flag(hf_config: Mapping[str, Any], name: str, *, default: bool) -> bool:
     """true or false; ``default`` for a missing field or null. A text such as "false" would count as true."""
     value = hf_config.get(name)
     if value is not None and type(value) is not bool:
-        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be true or false")
+        raise field_error(f"{name}={value!r}; it must be true or false")
     return default if value is None else value
 
 
-def read_windows(
-    hf_config: Mapping[str, Any], kind: str, num_layers: int, family: Family
-) -> tuple[int | None, ...]:
+def read_windows(hf_config: Mapping[str, Any], num_layers: int, family: Family) -> tuple[int | None, ...]:
     """By layer the tokens that a token sees, itself included, from ``layer_types``; None: all before it."""
     known = ("full_attention", "sliding_attention")
     if family.is_gemma and hf_config.get("layer_types") is None:
-        every = read_size(hf_config, "sliding_window_pattern", kind, default=6)
+        every = read_size(hf_config, "sliding_window_pattern", default=6)
         types = [known[(layer + 1) % every != 0] for layer in range(num_layers)]
     else:
-        types = read_field(hf_config, "layer_types", kind)
+        types = read_field(hf_config, "layer_types")
     if not isinstance(types, list) or len(types) != num_layers or not all(name in known for name in types):
-        raise ValueError(
-            f"config.json of a {kind} model has layer_types={types!r}; it must be a list of {num_layers} names, of {known[0]} and "
-            f"{known[1]}; restore it"
+        raise field_error(
+            f"layer_types={types!r}; it must be a list of {num_layers} names, of {known[0]} and {known[1]}; restore it"
         )
-    window = read_size(hf_config, "sliding_window", kind)
+    window = read_size(hf_config, "sliding_window")
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def read_positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
+def read_positive_number(hf_config: Mapping[str, Any], name: str) -> float:
     """A finite number above 0."""
-    value = read_field(hf_config, name, kind)
+    value = read_field(hf_config, name)
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a number above 0")
+        raise field_error(f"{name}={value!r}; it must be a number above 0")
     return float(value)
 
 
-def read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
-    """A field that the file must have, of a model of model_type ``kind``."""
+def read_field(hf_config: Mapping[str, Any], name: str) -> Any:
+    """A field that the file must have."""
     if name not in hf_config:
-        raise ValueError(
-            f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model"
-        )
+        raise ValueError(f"config.json lacks {name!r}; restore the file that came with the model")
     return hf_config[name]
 
 
@@ -89,53 +87,49 @@ def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
     if share is None:
         return family.rotated_share or 1.0
     if type(share) not in (int, float) or not 0 < share <= 1:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={share!r}; it must be a number above 0, at most 1"
-        )
+        raise field_error(f"partial_rotary_factor={share!r}; it must be a number above 0, at most 1")
     return float(share)
 
 
-def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
+def check_rope_by_layers(hf_config: Mapping[str, Any]) -> None:
     """Raises ValueError if transformers and SGLang would rotate the layers of an Olmo 3 differently: SGLang
     reads the fields of the published files, of which transformers takes ``rope_theta`` for layers without a
     window alone."""
     if hf_config.get("rope_parameters") is not None:
-        raise ValueError(
-            f"config.json of this {kind} model has rope_parameters, which SGLang does not read there; write rope_theta and rope_scaling "
-            "as the published files have them"
+        raise field_error(
+            "rope_parameters, which SGLang does not read there; write rope_theta and rope_scaling as the published files have them"
         )
-    if read_field(hf_config, "rope_theta", kind) != 500_000:
-        raise ValueError(
-            f"config.json of this {kind} model has rope_theta={hf_config['rope_theta']!r}, which transformers uses only in layers without "
-            "a window; it must be 500000"
+    if read_field(hf_config, "rope_theta") != 500_000:
+        raise field_error(
+            f"rope_theta={hf_config['rope_theta']!r}, which transformers uses only in layers without a window; it must be 500000"
         )
 
 
-def check_rope_by_kind(hf_config: Mapping[str, Any], kind: str) -> None:
+def check_rope_by_kind(hf_config: Mapping[str, Any]) -> None:
     """Raises ValueError for rope parameters of a Gemma 3 that are neither transformers', by kind of layer, nor those of the
     published files."""
     by_kind = hf_config.get("rope_parameters")
     if by_kind is not None:
         kinds = ("full_attention", "sliding_attention")
         if not isinstance(by_kind, Mapping) or not all(isinstance(by_kind.get(k), Mapping) for k in kinds):
-            raise ValueError(
-                f"config.json of a {kind} model has rope_parameters={by_kind!r}; it must be an object of {' and '.join(kinds)}; restore it"
+            raise field_error(
+                f"rope_parameters={by_kind!r}; it must be an object of {' and '.join(kinds)}; restore it"
             )
         rope_type = by_kind["sliding_attention"].get("rope_type", "default")
         if rope_type != "default":
-            raise ValueError(
-                f"config.json of a {kind} model has rope_type={rope_type!r} of sliding_attention, where SGLang scales nothing; restore it"
+            raise field_error(
+                f"rope_type={rope_type!r} of sliding_attention, where SGLang scales nothing; restore it"
             )
-    read_positive_number(hf_config if by_kind is None else by_kind["full_attention"], "rope_theta", kind)
-    window_theta(hf_config, kind)
+    read_positive_number(hf_config if by_kind is None else by_kind["full_attention"], "rope_theta")
+    window_theta(hf_config)
 
 
-def window_theta(hf_config: Mapping[str, Any], kind: str) -> float:
+def window_theta(hf_config: Mapping[str, Any]) -> float:
     """The base of rotary frequencies in a Gemma 3's layers with a window."""
     by_kind = hf_config.get("rope_parameters")
     if by_kind is not None:
-        return read_positive_number(by_kind["sliding_attention"], "rope_theta", kind)
-    return read_positive_number(hf_config, "rope_local_base_freq", kind)
+        return read_positive_number(by_kind["sliding_attention"], "rope_theta")
+    return read_positive_number(hf_config, "rope_local_base_freq")
 
 
 def yarn_scale(hf_config: Mapping[str, Any]) -> float:
@@ -146,8 +140,8 @@ def yarn_scale(hf_config: Mapping[str, Any]) -> float:
         return 1.0
     one, all_dims = rope.get("mscale", 1), rope.get("mscale_all_dim") or 0
     if (not one if all_dims else one != 1) or rope.get("attention_factor") is not None:
-        raise ValueError(
-            f"config.json has rope parameters {rope!r}, of which transformers and SGLang make different factors; they must have "
+        raise field_error(
+            f"rope parameters {rope!r}, of which transformers and SGLang make different factors; they must have "
             "both mscale and mscale_all_dim or neither, and no attention_factor"
         )
     return 0.1 * all_dims * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
@@ -163,13 +157,13 @@ def check_rope_type(rope_type: Any, model_type: str) -> None:
         )
 
 
-def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
+def check_rope_numbers(hf_config: Mapping[str, Any]) -> None:
     """Raises ValueError for numbers of the rope parameters that are missing or none."""
     rope = rope_of(hf_config)
     if rope_type_of(hf_config) != "default":
-        read_positive_number(rope, "factor", kind)
+        read_positive_number(rope, "factor")
     if "rope_theta" in rope:  # transformers has a default for a missing one, not for null
-        read_positive_number(rope, "rope_theta", kind)
+        read_positive_number(rope, "rope_theta")
     numbers = {name: rope.get(name) for name in _ROPE_NUMBERS} | {
         "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta"))
     }
@@ -177,9 +171,7 @@ def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
         if value is None or (value == 0 and name.startswith("mscale")):  # without it
             continue
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(
-                f"config.json of a {kind} model has {name}={value!r} in its rope parameters; it must be a number above 0"
-            )
+            raise field_error(f"{name}={value!r} in its rope parameters; it must be a number above 0")
 
 
 def check_served_rope(hf_config: Mapping[str, Any], kind: str) -> None:
@@ -205,8 +197,8 @@ def check_served_rope(hf_config: Mapping[str, Any], kind: str) -> None:
     }
     for name in filter(is_other.get, is_other):
         place, fields = ("beside", hf_config) if name == original else ("in", rope)
-        raise ValueError(
-            f"config.json has {name}={fields[name]!r} {place} its rope parameters, of which transformers and SGLang make different "
+        raise field_error(
+            f"{name}={fields[name]!r} {place} its rope parameters, of which transformers and SGLang make different "
             f"frequencies; use a {kind} without it"
         )
 
@@ -234,13 +226,13 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     rope_theta."""
     new, old = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
     if new and old and new != old:
-        raise ValueError(
-            f"config.json has rope_parameters and rope_scaling={old!r}, of which transformers reads only the latter; write all numbers "
+        raise field_error(
+            f"rope_parameters and rope_scaling={old!r}, of which transformers reads only the latter; write all numbers "
             "into rope_parameters, and remove rope_scaling"
         )
     for rope in (new, old):
         if rope is not None and not isinstance(rope, Mapping):
-            raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
+            raise field_error(f"rope parameters {rope!r}; they must be an object or null")
     rope = new or old or {}
     full = rope.get("full_attention")
     return full if isinstance(full, Mapping) else rope

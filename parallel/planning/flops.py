@@ -71,7 +71,7 @@ def forward_flops(
     a, t = architecture, layout.tp
     rows, tokens = row_counts(layout, load.tokens)
     layers = stage_layers(a, layout, stage)
-    sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
+    sparse = sum(map(a.is_sparse, layers))
     numbers = [a.mixer_numbers(layer) for layer in layers]
     matrices = 2 * sum(tokens * (split // t) + rows * whole for split, whole in numbers)
     matrices += 2 * tokens * (len(layers) - sparse) * (3 * a.hidden_size * a.intermediate_size // t)

@@ -14,9 +14,8 @@ that the CUDA kernels save.
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
-from configs.schema.learner import LoraConfig
+from configs.schema.learner import LearnerConfig
 from parallel.planning.activations import (
     activation_bytes,
     batch_kept_bytes,
@@ -159,9 +158,7 @@ def _trained_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
 ) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) of a model with an optimizer."""
-    shared, expert = trained_parameters(
-        architecture, layout, stage, work.lora, freeze_router=work.freeze_router, output=output
-    )
+    shared, expert = trained_parameters(architecture, layout, stage, work if output else None)
     state = trained = shared + expert
     held = sum(stage_parameters(architecture, layout, stage, output=output)) + (trained if work.lora else 0)
     if work.distributed_optimizer:
@@ -172,39 +169,19 @@ def _trained_bytes(
 
 
 def trained_parameters(
-    architecture: Architecture,
-    layout: LayoutConfig,
-    stage: int,
-    lora: LoraConfig | None,
-    *,
-    freeze_router: bool,
-    output: bool,
+    architecture: Architecture, layout: LayoutConfig, stage: int, settings: LearnerConfig | Work | None
 ) -> tuple[int, int]:
-    """``stage_parameters`` that have a gradient: with adapters only theirs, else all but frozen routers."""
-    if lora is not None:
-        return adapter_parameters(architecture, layout, lora), 0
-    shared, expert = stage_parameters(architecture, layout, stage, output=output)
-    if freeze_router and architecture.experts:
-        sparse = sum(
-            architecture.experts.is_sparse[layer] for layer in stage_layers(architecture, layout, stage)
-        )
+    """``stage_parameters`` that have a gradient: with adapters only theirs, else all but frozen routers. settings: None for a
+    critic, which is trained whole and has no output layer."""
+    if settings is None:
+        return stage_parameters(architecture, layout, stage, output=False)
+    if settings.lora is not None:
+        return adapter_parameters(architecture, layout, settings.lora), 0
+    shared, expert = stage_parameters(architecture, layout, stage)
+    if settings.freeze_router and architecture.experts:
+        sparse = sum(map(architecture.is_sparse, stage_layers(architecture, layout, stage)))
         shared -= sparse * router_parameters(architecture)
     return shared, expert
-
-
-def trained_in_run(
-    config: RunConfig, architecture: Architecture, layout: LayoutConfig, stage: int, *, is_policy: bool
-) -> tuple[int, int]:
-    """``trained_parameters`` of a run's policy, or of its critic, which is trained whole and has no output layer."""
-    learner = config.learner
-    return trained_parameters(
-        architecture,
-        layout,
-        stage,
-        learner.lora if is_policy else None,
-        freeze_router=is_policy and learner.freeze_router,
-        output=is_policy,
-    )
 
 
 def router_parameters(architecture: Architecture) -> int:
@@ -231,7 +208,7 @@ def stage_parameters(
         numbers = (a.mixer_numbers(layer), a.mixer_vectors(layer))
         shared += sum(split for split, _ in numbers) // t + sum(whole for _, whole in numbers)
         shared += a.layer_norms * a.hidden_size
-        if a.experts and a.experts.is_sparse[layer]:
+        if a.experts and a.is_sparse(layer):
             shared += router_parameters(a) + a.hidden_size * (3 * a.experts.shared_size // t)
             shared += a.hidden_size if a.experts.has_shared_gate else 0
             of_expert = 3 * a.hidden_size * a.experts.intermediate_size

@@ -225,6 +225,10 @@ class _Search:
         return self.config.launch.takes_turns
 
     @property
+    def _divisions(self) -> list[tuple[int, int]]:
+        return self.cluster.divisions(is_shared=self.is_shared)
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that the limits of learner, model and servers allow."""
         config = self.config
@@ -247,9 +251,7 @@ class _Search:
         """The least needs of learner and servers on these GPUs, and of each kind of change the first that helps."""
         cluster = self.cluster
         usable = size_text(int(USABLE_SHARE * cluster.gpu_bytes))
-        learners = [
-            pair for n, _ in cluster.divisions(is_shared=self.is_shared) for pair in self._learners(n)
-        ]
+        learners = [pair for n, _ in self._divisions for pair in self._learners(n)]
         lines = [f"nothing fits on {counted(cluster.num_gpus, 'GPU')} of {size_text(cluster.gpu_bytes)}"]
         if learners:
             layout, memory = min(learners, key=lambda pair: pair[1].total)
@@ -282,7 +284,7 @@ class _Search:
     def _fitting(self) -> Iterator[_Fit]:
         cluster, longest = self.cluster, self.longest_sequence
         servers = [(tp, memory) for tp, memory in self._servers() if memory.tokens >= longest]
-        for num_learner, num_rollout in cluster.divisions(is_shared=self.is_shared):
+        for num_learner, num_rollout in self._divisions:
             dividing = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
             for layout, learner in self._learners(num_learner) if dividing else ():
                 if learner.total > USABLE_SHARE * cluster.gpu_bytes:
@@ -296,7 +298,11 @@ class _Search:
         rollout, gpu_bytes = self.config.rollout, self.cluster.gpu_bytes
         at_once = min(rollout.prompts_per_step * rollout.group_size, rollout.max_concurrency)
         in_flight = -(-at_once // replicas)
-        pair = (layout.tp, layout.sp, tp)
+        pair, used = (
+            (layout.tp, layout.sp, tp),
+            in_flight * rollout.max_new_tokens * server.kv_bytes_per_token,
+        )
+        free = (server.kv_cache - used) / gpu_bytes
         return Plan(
             learner=layout,
             rollout_tp=tp,
@@ -306,7 +312,7 @@ class _Search:
             measured=measured.values.get(pair),
             expected=measured.expected(pair),
             learner_free=1 - learner.total / gpu_bytes,
-            rollout_free=_rollout_free(server, in_flight * rollout.max_new_tokens, gpu_bytes),
+            rollout_free=free if free >= 0 else server.kv_cache / used - 1,
             in_flight=in_flight,
             held=server.tokens // rollout.max_new_tokens,
             traffic=traffic(self.architecture, self.config, layout),
@@ -326,7 +332,7 @@ class _Search:
             quantization=rollout.quantization,
             max_tokens=rollout.max_total_tokens,
         )
-        taken = {num_rollout for _, num_rollout in self.cluster.divisions(is_shared=self.is_shared)}
+        taken = {num_rollout for _, num_rollout in self._divisions}
         sizes = [tp for tp in rollout_sizes(self.architecture) if any(size % tp == 0 for size in taken)]
         return [(tp, memory(tp)) for tp in sizes if self._within_node(tp)]
 
@@ -369,9 +375,3 @@ class _Search:
                 for n in sizes
             ],
         ]
-
-
-def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
-    """``Plan.rollout_free`` for ``tokens`` in flight."""
-    used = tokens * memory.kv_bytes_per_token
-    return (memory.kv_cache - used) / gpu_bytes if used <= memory.kv_cache else memory.kv_cache / used - 1

@@ -58,7 +58,7 @@ def sampling_time(
     prompts = rollout.prompts_per_step * together
     own = mixed(sorted(lengths.of(prompts * rollout.group_size), reverse=True)[::replicas])
     count = len(own)
-    is_kept = keeps_prompts(config)
+    is_kept = not rollout.server_flags.get("disable-radix-cache", False)  # a prompt, for its siblings
     of_prompt = lengths.prompt / rollout.group_size if is_kept else lengths.prompt
     held = int(memory.tokens / (of_prompt + lengths.response))
     if memory.responses is not None:
@@ -78,12 +78,6 @@ def sampling_time(
         running=places,
         decoded=decoded,
     )
-
-
-def keeps_prompts(config: RunConfig) -> bool:
-    """Whether a server's prefix cache keeps a prompt for its siblings."""
-    flags = config.rollout.server_flags
-    return not flags.get("disable-radix-cache", False)
 
 
 def server_flops(architecture: Architecture, tp: int) -> Flops:

@@ -149,7 +149,7 @@ def _numbers_of_attention(a: Architecture, layer: int, t: int) -> tuple[int, int
 def _numbers_of_mlp(a: Architecture, layer: int, t: int, b: int) -> tuple[int, int]:
     """Of the matrices, and of the router and biases, which every rank has whole."""
     experts = a.experts
-    if experts is None or not experts.is_sparse[layer]:
+    if experts is None or not a.is_sparse(layer):
         return 3 * a.hidden_size * a.intermediate_size // t, 0
     routed = experts.num_experts * experts.intermediate_size
     matrices = 3 * a.hidden_size * (routed + experts.shared_size) // t

@@ -12,7 +12,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture
-from parallel.planning.memory import stage_parameters, trained_in_run
+from parallel.planning.memory import stage_parameters, trained_parameters
 from parallel.planning.work import BYTES, copies_of, stage_layers
 
 Group = Literal["tensor", "context", "pipeline", "expert"]
@@ -45,7 +45,7 @@ def forward_sent(
     """
     a, t, b = architecture, layout.tp, BYTES[dtype]
     layers = stage_layers(a, layout, stage)
-    sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
+    sparse = sum(map(a.is_sparse, layers))
     chosen = a.experts.experts_per_token if a.experts else 0
     hidden = b * a.hidden_size * tokens
     rank_hidden = hidden // t if layout.sp else hidden
@@ -101,7 +101,7 @@ def data_bytes(
     Gradients 4 P reduce-scattered and weights b P gathered (distributed optimizer; else 4 P all-reduced), P the rank's
     trained parameters, over its cp dp copies; experts over tp cp dp / ep. ``output=False``: a critic, trained whole.
     """
-    shared, expert = trained_in_run(config, architecture, layout, stage, is_policy=output)
+    shared, expert = trained_parameters(architecture, layout, stage, config.learner if output else None)
     copies, expert_copies = copies_of(layout)
     of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
     distributed = config.learner.optimizer.distributed
@@ -167,19 +167,14 @@ def matrix_parameters(architecture: Architecture, layout: LayoutConfig, stage: i
     """Numbers of a stage's matrices that ``rollout.precision`` rounds, whole: attention's and the MLPs' of all experts."""
     a, count = architecture, 0
     for layer in stage_layers(a, layout, stage):
-        count += sum(a.mixer_numbers(layer)) - _unrounded(a, layer)
-        if a.experts and a.experts.is_sparse[layer]:
+        count += sum(a.mixer_numbers(layer))
+        if a.recurrent and a.is_recurrent(layer):  # steps and decays are not rounded
+            count -= 2 * a.hidden_size * a.recurrent.value_heads
+        widths = a.intermediate_size
+        if a.experts and a.is_sparse(layer):
             widths = a.experts.num_experts * a.experts.intermediate_size + a.experts.shared_size
-        else:
-            widths = a.intermediate_size
         count += 3 * a.hidden_size * widths
     return count
-
-
-def _unrounded(a: Architecture, layer: int) -> int:
-    """Numbers of a gated delta net's steps and decays, which are not rounded."""
-    r = a.recurrent
-    return 2 * a.hidden_size * r.value_heads if r is not None and r.is_recurrent[layer] else 0
 
 
 def bytes_to_send(architecture: Architecture, rollout: RolloutConfig, layout: LayoutConfig) -> list[int]:
@@ -189,21 +184,14 @@ def bytes_to_send(architecture: Architecture, rollout: RolloutConfig, layout: La
     A packed matrix has a byte for each number, and in groups of 32 a scale for each; the few scales of INT8 and FP8 are
     left out.
     """
-    whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
-    numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
-    if architecture.tied and layout.pp > 1:
-        numbers[-1] -= architecture.vocab_size * architecture.hidden_size
-    packed = [0] * layout.pp
-    if rollout.packs:
-        packed = [matrix_parameters(architecture, whole, stage) for stage in range(layout.pp)]
+    a, whole, sizes = architecture, LayoutConfig(pp=layout.pp, vpp=layout.vpp), []
     scales = 4 / 32 if rollout.precision in ("int4", "int3", "int2") else 0.0
-    biases = [0] * layout.pp
-    if architecture.experts and architecture.experts.has_bias:  # float32 in any dtype
-        experts = architecture.experts
-        for stage in range(layout.pp):
-            sparse = sum(experts.is_sparse[layer] for layer in stage_layers(architecture, layout, stage))
-            biases[stage] = 4 * experts.num_experts * sparse
-    return [
-        BYTES[rollout.dtype] * (count - small) + int((1 + scales) * small) + bias
-        for count, small, bias in zip(numbers, packed, biases, strict=True)
-    ]
+    for stage in range(layout.pp):
+        count = sum(stage_parameters(a, whole, stage))
+        if a.tied and 0 < stage == layout.pp - 1:
+            count -= a.vocab_size * a.hidden_size
+        packed = matrix_parameters(a, whole, stage) if rollout.packs else 0
+        sizes.append(BYTES[rollout.dtype] * (count - packed) + int((1 + scales) * packed))
+        if a.experts and a.experts.has_bias:  # float32 in any dtype
+            sizes[-1] += 4 * a.experts.num_experts * sum(map(a.is_sparse, stage_layers(a, whole, stage)))
+    return sizes

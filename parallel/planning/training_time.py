@@ -14,7 +14,7 @@ from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
-from parallel.planning.memory import trained_in_run
+from parallel.planning.memory import trained_parameters
 from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
 from parallel.planning.work import BYTES, COPIED, copies_of
 
@@ -119,13 +119,16 @@ def training_time(
     fill = bubble_share(layout, batch.microbatches)
     # The passes before the update take all minibatches at once.
     with_bubble = 1 + bubble_share(layout, batch.microbatches * config.learner.minibatches)
+
+    def passes_of(model: Architecture, is_policy: bool = True) -> list[_Passes]:
+        return [
+            _Passes(model, config, machine, layout, batch, stage, is_policy) for stage in range(layout.pp)
+        ]
+
     score = compute = collectives = bubble = optimizer = 0.0
     stages = [0.0] * layout.pp
     for model, scored, is_policy in models:
-        passes = [
-            _Passes(model, config, machine, layout, batch, stage, is_policy=is_policy)
-            for stage in range(layout.pp)
-        ]
+        passes = passes_of(model, is_policy)
         score += scored * max(each.forward for each in passes) * with_bubble
         slowest = max(passes, key=lambda each: each.update)
         compute += slowest.compute
@@ -137,10 +140,7 @@ def training_time(
         )
         stages = [total + each.update for total, each in zip(stages, passes, strict=True)]
     if reference is not None:
-        of_reference = [
-            _Passes(reference, config, machine, layout, batch, stage) for stage in range(layout.pp)
-        ]
-        score += max(each.forward for each in of_reference) * with_bubble
+        score += max(each.forward for each in passes_of(reference)) * with_bubble
     sampled = rollout.prompts_per_step * rollout.group_size * lengths.response
     return Training(
         score=score,
@@ -237,7 +237,7 @@ def optimizer_seconds(
     8 + 12 + 12 bytes for each number whose state this rank has, and b to write the weight. Zeroing: 4 for each of the
     rank's gradients.
     """
-    shared, expert = trained_in_run(config, architecture, layout, stage, is_policy=is_policy)
+    shared, expert = trained_parameters(architecture, layout, stage, config.learner if is_policy else None)
     state: float = shared + expert
     if config.learner.optimizer.distributed:
         copies, expert_copies = copies_of(layout)

@@ -9,6 +9,7 @@ from parallel.planning.config_fields import (
     check_rope_numbers,
     check_rope_type,
     check_served_rope,
+    field_error,
     read_size,
     rope_of,
     rope_type_of,
@@ -25,19 +26,19 @@ def refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> 
     """kind: the model_type. Raises ValueError, which names the field of config.json."""
     _refuse_quantised(hf_config)
     if family.plain_windows:
-        check_rope_by_layers(hf_config, kind)
+        check_rope_by_layers(hf_config)
     if family.is_gemma:
-        _check_gemma(hf_config, kind)
+        _check_gemma(hf_config)
     check_rope_type(rope_type_of(hf_config), kind)
-    check_rope_numbers(hf_config, kind)
+    check_rope_numbers(hf_config)
     check_served_rope(hf_config, kind)
     if family.has_sinks:
         _check_gpt_oss(hf_config, kind)
     for name, is_set in (_of_layers(hf_config, kind, family) | _of_experts(hf_config, family)).items():
         if is_set:
             value = hf_config.get(name, rotated_share(hf_config, family))
-            raise ValueError(
-                f"config.json has {name}={value!r}, which the learner does not compute; use a {kind} without it"
+            raise field_error(
+                f"{name}={value!r}, which the learner does not compute; use a {kind} without it"
             )
     if kind == "qwen3_next":
         _refuse_unread_rotation(hf_config, rotated_share(hf_config, family))
@@ -49,9 +50,9 @@ def _refuse_quantised(hf_config: Mapping[str, Any]) -> None:
     if hf_config.get("quantization_config") is None:
         return
     method = check_dequantised(hf_config)["quant_method"]
-    raise ValueError(
-        f"config.json has quantization_config with quant_method={method!r}, which the learner does not read; write the model in bfloat16 "
-        "by `tandem dequantise FOLDER OUT`, and use OUT"
+    raise field_error(
+        f"quantization_config with quant_method={method!r}, which the learner does not read; write the model in bfloat16 by `tandem "
+        "dequantise FOLDER OUT`, and use OUT"
     )
 
 
@@ -61,15 +62,15 @@ def check_dequantised(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     fields: Mapping[str, Any] = quantisation if isinstance(quantisation, Mapping) else {}
     method = fields.get("quant_method")
     if method not in DEQUANTISED:
-        raise ValueError(
-            f"config.json has quantization_config with quant_method={method!r}, which Tandem does not read (`tandem dequantise` reads "
+        raise field_error(
+            f"quantization_config with quant_method={method!r}, which Tandem does not read (`tandem dequantise` reads "
             f"{' and '.join(DEQUANTISED)}); use the model as it was before it was quantised"
         )
     sizes = fields.get("weight_block_size")
     is_pair = isinstance(sizes, list) and len(sizes) == 2
     if sizes is not None and not (is_pair and all(type(size) is int and size > 0 for size in sizes)):
-        raise ValueError(
-            f"config.json has weight_block_size={sizes!r} in its quantization_config; it must be two whole numbers above 0: restore it"
+        raise field_error(
+            f"weight_block_size={sizes!r} in its quantization_config; it must be two whole numbers above 0: restore it"
         )
     return fields
 
@@ -126,33 +127,29 @@ def _of_experts(hf_config: Mapping[str, Any], family: Family) -> dict[str, bool]
     }
 
 
-def _check_gemma(hf_config: Mapping[str, Any], kind: str) -> None:
-    check_rope_by_kind(hf_config, kind)
+def _check_gemma(hf_config: Mapping[str, Any]) -> None:
+    check_rope_by_kind(hf_config)
     # SGLang has no other activation, and takes the embeddings for the output layer whatever config.json says.
     for name, value in (("hidden_activation", "gelu_pytorch_tanh"), ("tie_word_embeddings", True)):
         if hf_config.get(name, value) != value:
-            raise ValueError(
-                f"config.json of a {kind} model has {name}={hf_config[name]!r}, which SGLang does not compute; it must be {value!r}"
+            raise field_error(
+                f"{name}={hf_config[name]!r}, which SGLang does not compute; it must be {value!r}"
             )
 
 
 def _check_gpt_oss(hf_config: Mapping[str, Any], kind: str) -> None:
     if not hf_config.get("attention_bias"):
-        raise ValueError(
-            f"config.json of a {kind} model has attention_bias={hf_config.get('attention_bias')!r}; it must be true: restore it"
-        )
+        raise field_error(f"attention_bias={hf_config.get('attention_bias')!r}; it must be true: restore it")
 
 
 def _refuse_short_window(hf_config: Mapping[str, Any], kind: str, default: int | None) -> None:
     fields = {"sliding_window": default, **hf_config}
     if fields["sliding_window"] is None:
         return
-    window, positions = (
-        read_size(fields, name, kind) for name in ("sliding_window", "max_position_embeddings")
-    )
+    window, positions = (read_size(fields, name) for name in ("sliding_window", "max_position_embeddings"))
     if window < positions:
-        raise ValueError(
-            f"config.json has sliding_window={window!r}, which SGLang does not compute in a {kind}, with "
+        raise field_error(
+            f"sliding_window={window!r}, which SGLang does not compute in a {kind}, with "
             f"max_position_embeddings={positions!r}; set sliding_window to null and max_position_embeddings to at most {window!r}: up to "
             "that length both are the same"
         )
@@ -163,6 +160,6 @@ def _refuse_unread_rotation(hf_config: Mapping[str, Any], share: float) -> None:
     theta = rope_of(hf_config).get("rope_theta", hf_config.get("rope_theta", 10_000.0))
     for name, value, default in (("rope_theta", theta, 10_000.0), ("partial_rotary_factor", share, 0.25)):
         if hf_config.get(name, default) != value:
-            raise ValueError(
-                f"config.json has {name}={value!r} in its rope parameters, where SGLang does not read it; write it beside them too"
+            raise field_error(
+                f"{name}={value!r} in its rope parameters, where SGLang does not read it; write it beside them too"
             )

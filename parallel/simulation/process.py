@@ -58,7 +58,8 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
     with ExitStack() as inside:
         for owner, name, stand_in in stand_ins:
             inside.enter_context(patch.object(owner, name, stand_in))
-        inside.callback(_leave_groups)
+        inside.callback(dist.destroy_process_group)
+        inside.callback(destroy_groups)
         inside.enter_context(device)
         inside.enter_context(fused(device))
         yield device, collectives
@@ -73,11 +74,6 @@ class _OnHost:
 
     def restore(self) -> None:
         self._memory.from_host(self._tensors)
-
-
-def _leave_groups() -> None:
-    destroy_groups()
-    dist.destroy_process_group()
 
 
 def _tensor(make: Callable[..., Tensor], data: Any, **kwargs) -> Tensor:

@@ -374,15 +374,16 @@ TABLE = {
     ),
     "time limit": Broken(
         options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
-        error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
+        error="must be hours:minutes:seconds, such as 12:00:00", fix="correct the value (default: 24:00:00)",
     ),
     **{f"time limit {time}": Broken(
-        options=f"launch.slurm.time={time}", field="launch.slurm.time", value=time, error=error, fix=fix,
-    ) for time, error, fix in [
-        ("12:00", "write hours:minutes:seconds", "correct launch.slurm.time"),
-        ("99:99:99", "write hours:minutes:seconds", "correct launch.slurm.time"),
-        ("2-24", "write hours:minutes:seconds", "correct launch.slurm.time"),
-        ("5", "must be text", "correct the value (default: 24:00:00)"),
+        options=f"launch.slurm.time={time}", field="launch.slurm.time", value=time, error=error,
+        fix="correct the value (default: 24:00:00)",
+    ) for time, error in [
+        ("12:00", "must be hours:minutes:seconds"),
+        ("99:99:99", "must be hours:minutes:seconds"),
+        ("2-24", "must be hours:minutes:seconds"),
+        ("5", "must be text"),
     ]},
     "unknown way to choose a server": Broken(
         options="rollout.router.policy=least", field="rollout.router.policy", value="least", error="not one of the choices",

@@ -1168,7 +1168,7 @@ def test_a_buffer_longer_than_a_response_is_refused():
             {"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}},
             "parts hold an overlong penalty but no reward",
         ),
-        ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "'a b' cannot name a part"),
+        ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "should match pattern"),
         (
             {"type": "weighted", "parts": {"a": {"type": "weighted", "parts": {}}}},
             "does not match any of the expected tags",
@@ -1179,25 +1179,15 @@ def test_a_buffer_longer_than_a_response_is_refused():
                 "type": "weighted",
                 "parts": {
                     "a": {"type": "gsm8k"},
-                    "long": {"type": "overlong", "buffer_tokens": 4, "weight": -0.5},
-                },
-            },
-            "rewards long responses with a weight of -0.5; use a weight above 0",
-        ),
-        (
-            {
-                "type": "weighted",
-                "parts": {
-                    "a": {"type": "gsm8k"},
                     "long": {"type": "overlong", "buffer_tokens": 4, "weight": 0},
                 },
             },
-            "adds nothing with a weight of 0; use a weight above 0, or remove",
+            "greater than 0",
         ),
         ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
         ({"type": "function"}, "Field required"),
-        ({"type": "function", "function": "score"}, "is not of the form module:name"),
-        ({"type": "function", "function": "module:"}, "is not of the form module:name"),
+        ({"type": "function", "function": "score"}, "should match pattern"),
+        ({"type": "function", "function": "module:"}, "should match pattern"),
         ({"type": "countdown", "timeout_s": 3.0}, "Extra inputs"),
         ({"type": "model", "urls": []}, "at least 1 item"),
         (

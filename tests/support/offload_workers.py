@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
 from parallel.engine import MegatronEngine
-from parallel.megatron.optimizer import optimizer_parts, state_tensors
+from parallel.megatron.optimizer import optimizer_parts, own_tensors
 from tests.support.megatron_workers import make_batch, make_engine, weighted_loss, weights_of
 
 
@@ -39,7 +39,8 @@ def _updates(folder: Path, case: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 def state_bytes(engine: MegatronEngine) -> int:
-    return sum(t.untyped_storage().nbytes() for t in state_tensors(engine._optimizer, engine.chunks))
+    own = own_tensors(engine._optimizer, (p for chunk in engine.chunks for p in chunk.parameters()))
+    return sum(t.untyped_storage().nbytes() for t in own)
 
 
 def _there_and_back(engine: MegatronEngine, found: dict[str, Any]) -> None:

@@ -43,6 +43,10 @@ class Routing:
             )
         return trajectory.experts
 
+    def is_replayed(self, trajectory: Trajectory) -> np.ndarray:
+        known = trajectory.is_replayed
+        return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
@@ -127,8 +131,8 @@ def plan_batches(
     No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple
     (the stages of an interleaved pipeline), so k is at most its sequences per rank.
 
-    Raises ValueError for an empty sequence or one longer than the budget, and for a minibatch whose number of
-    sequences is 0, or does not divide by ``dp_size`` times the multiple.
+    Raises ValueError for a sequence longer than the budget, and for a minibatch whose number of sequences does not divide
+    by ``dp_size`` times the multiple.
     """
     _check_inputs(lengths_S, minibatches, dp_size, token_budget, microbatch_multiple)
     multiple = dp_size * microbatch_multiple
@@ -171,14 +175,8 @@ def pack_trajectories(
     newest: the learner's version, from which ``lag_T`` counts; None: without it. routing: of experts that are
     replayed; None: without them. share_prompts: see ``pack_sequences``.
 
-    Raises ValueError for a trajectory whose arrays are not aligned with its tokens, or that predicts nothing.
+    Raises ValueError as ``pack_sequences`` and ``Routing.experts_of`` do.
     """
-    for sequence_id, t in zip(sequence_ids, trajectories, strict=True):
-        if not len(t.token_ids) == len(t.response_mask) == len(t.rollout_logprobs):
-            raise ValueError(
-                f"sequence {sequence_id} (prompt {t.prompt_id}, sibling {t.sibling_id}) has {len(t.token_ids)} tokens, "
-                f"{len(t.response_mask)} mask entries and {len(t.rollout_logprobs)} log-probs; one of each per token is needed"
-            )
     return pack_sequences(
         token_ids=[t.token_ids for t in trajectories],
         response_masks=[t.response_mask for t in trajectories],
@@ -186,7 +184,7 @@ def pack_trajectories(
         sequence_ids=sequence_ids,
         lags=None if newest is None else [_lags(t, newest) for t in trajectories],
         experts=None if routing is None else [routing.experts_of(t) for t in trajectories],
-        is_replayed=None if routing is None else [_is_replayed(t) for t in trajectories],
+        is_replayed=None if routing is None else [routing.is_replayed(t) for t in trajectories],
         share_prompts=share_prompts,
         **_kept(trajectories),
     )
@@ -216,11 +214,6 @@ def pack_responses(
     )
 
 
-def _is_replayed(trajectory: Trajectory) -> np.ndarray:
-    known = trajectory.is_replayed
-    return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
-
-
 def _kept(trajectories: Sequence[Trajectory]) -> dict[str, list[np.ndarray]]:
     """The kept sets, if any sequence has some. A sequence without a response has none."""
     if all(t.num_kept is None for t in trajectories):
@@ -243,12 +236,7 @@ def _check_inputs(
     token_budget: int,
     microbatch_multiple: int,
 ) -> None:
-    for name, value in {"dp_size": dp_size, "microbatch_multiple": microbatch_multiple}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     for sequences in map(len, minibatches):
-        if not sequences:
-            raise ValueError("a minibatch has no sequences; use fewer minibatches")
         if sequences % dp_size:
             fewer, more = sequences - sequences % dp_size, sequences - sequences % dp_size + dp_size
             raise ValueError(
@@ -260,11 +248,6 @@ def _check_inputs(
                 f"a rank's {sequences // dp_size} sequences of a minibatch do not divide by the {microbatch_multiple} stages "
                 f"of an interleaved pipeline; use a multiple of {dp_size * microbatch_multiple} sequences per minibatch, or layout.vpp=1"
             )
-    if min(lengths_S) < 1:
-        shortest = min(lengths_S)
-        raise ValueError(
-            f"sequence {list(lengths_S).index(shortest)} has packed length {shortest}: it predicts nothing; drop it"
-        )
     longest = max(lengths_S)
     if longest > token_budget:
         raise ValueError(
@@ -288,23 +271,19 @@ def _split_minibatch(
     # least load. Single sequences, tried last, always fit.
     best, least = None, 0.0
     size = max(Counter(prompts.ids_S[s] for s in part).values())
-    while best is None or (size and best.most > EVEN_ENOUGH * least):
+    while best is None or (size and best[0] > EVEN_ENOUGH * least):
         units = prompts.units(part, size)
         loads = [prompts.load(unit, lengths_S) for unit in units]
         least = least or sum(loads) / dp_size
         split = _split_units(units, loads, dp_size, token_budget, microbatch_multiple)
-        if split is not None and (best is None or split.most < best.most):
+        if split is not None and (best is None or split[0] < best[0]):
             best = split
         size //= 2
-    return best.bins
+    return best[1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    bins: tuple[tuple[Bin, ...], ...]
-    """[rank][micro-batch] -> sequences"""
-    most: int
-    """Load of the fullest rank."""
+_Split = tuple[int, tuple[tuple[Bin, ...], ...]]
+"""(load of the fullest rank, [rank][micro-batch] -> sequences)"""
 
 
 def _split_units(
@@ -325,9 +304,7 @@ def _split_units(
             if bins is not None:
                 hands = _deal_to_ranks(bins, loads, dp_size)
                 most = max(sum(_load(b, loads) for b in hand) for hand in hands)
-                return _Split(
-                    bins=tuple(tuple(_sequences(b, units) for b in hand) for hand in hands), most=most
-                )
+                return most, tuple(tuple(_sequences(b, units) for b in hand) for hand in hands)
         num_each += microbatch_multiple
     return None
 

@@ -98,7 +98,8 @@ class Division:
             prompts=_prompts(trajectories) if self.shares_prompts else None,
             apart=_without_signal(by_group) | masked if self.parts_no_signal else frozenset(),
         )
-        episodes = _episode_ids(trajectories)
+        numbers: dict[tuple[int, int], int] = {}
+        episodes = [numbers.setdefault((t.group_id, t.sibling_id), len(numbers)) for t in trajectories]
         # Data of the whole step is one object for all ranks, of which there may be hundreds.
         of_step = partial(
             Share,
@@ -176,11 +177,6 @@ def _without_response(trajectory: Trajectory) -> Trajectory:
         turns=[],
         branch=-1,
     )
-
-
-def _episode_ids(trajectories: Sequence[Trajectory]) -> list[int]:
-    numbers: dict[tuple[int, int], int] = {}
-    return [numbers.setdefault((t.group_id, t.sibling_id), len(numbers)) for t in trajectories]
 
 
 def turn_rewards(trajectories: Sequence[Trajectory], episode_ids: Sequence[int]) -> TurnRewards:

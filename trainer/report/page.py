@@ -109,20 +109,18 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
         raise ValueError(
             f"none of the {len(run_dirs)} runs has recorded a step yet; wait, or name other runs"
         )
-    labelled = _labelled(runs)
-    results = comparison.results_table({label: (run.recorded, run.config) for label, run in labelled.items()})
-    found = Comparison(results=results, settings=_settings_table(labelled), left_out=left_out)
-    panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
-    curves = shown("Curves", comparison.ABOUT, panels)
-    text = render(
-        "comparison.html",
-        count=len(runs),
-        notes=left_out,
-        compared=_sections(found.results, found.settings),
-        figures=[curves],
-    )
+    configs = [run.config for run in runs]
+    labels = comparison.labels_of([(run.folder.name, run.config) for run in runs])
+    recorded = dict(zip(labels, (run.recorded for run in runs), strict=True))
+    pairs = zip(recorded.values(), configs, strict=True)
+    results = comparison.results_table(dict(zip(labels, pairs, strict=True)))
+    settings = comparison.settings_table(labels, configs)
+    compared = [(comparison.RESULTS_TITLE, comparison.RESULTS_ABOUT, results)]
+    compared += [(comparison.SETTINGS_TITLE, comparison.SETTINGS_ABOUT, settings)] if settings else []
+    curves = shown("Curves", comparison.ABOUT, comparison.draw(recorded, configs[0]))
+    text = render("comparison.html", count=len(runs), notes=left_out, compared=compared, figures=[curves])
     page.write_text(text, encoding="utf-8")
-    return found
+    return Comparison(results=results, settings=settings, left_out=left_out)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -153,12 +151,6 @@ def _traced_step(run: RecordedRun) -> "Trace | None":
     except ValueError as error:
         run.notes.append(f"The trace was left out: {error}.")
         return None
-
-
-def _labelled(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
-    return dict(
-        zip(comparison.labels_of([(each.folder.name, each.config) for each in runs]), runs, strict=True)
-    )
 
 
 def shown(title: str, about: str, figures: "Iterable[Figure]") -> dict[str, Any]:
@@ -225,17 +217,6 @@ def render(template: str, **content: object) -> str:
     return environment.get_template(template).render(**content)
 
 
-def _sections(
-    results: comparison.Table, settings: comparison.Table
-) -> list[tuple[str, str, comparison.Table]]:
-    """(title, about, rows) of the tables that are not empty."""
-    sections = [
-        (comparison.RESULTS_TITLE, comparison.RESULTS_ABOUT, results),
-        (comparison.SETTINGS_TITLE, comparison.SETTINGS_ABOUT, settings),
-    ]
-    return [(title, about, rows) for title, about, rows in sections if rows]
-
-
 def _facts(run: RecordedRun) -> list[tuple[str, str]]:
     accuracy = run.get("eval/accuracy").by_step
     last = max(accuracy, default=0)
@@ -299,10 +280,6 @@ def _seconds_by_part(run: RecordedRun) -> list[tuple[str, str, str]]:
     totals = {name: sum(seconds) for name, seconds in _step_times(run)[1].items()}
     whole = sum(totals.values())
     return [(name, f"{total:,.1f}", f"{total / whole:.0%}") for name, total in totals.items() if total > 0]
-
-
-def _settings_table(runs: Mapping[str, RecordedRun]) -> comparison.Table:
-    return comparison.settings_table([*runs], [run.config for run in runs.values()])
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:

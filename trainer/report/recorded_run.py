@@ -13,7 +13,7 @@ from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from trainer.file_system import read_file
 from trainer.metric_names import known
-from trainer.report.pictures import FLAT_MEANS, FLAT_MEANS_OF_ONE_MINIBATCH, PICTURES, Buckets, Lines, Panel
+from trainer.report.pictures import FLAT_MEANS, FLAT_MEANS_OF_ONE_MINIBATCH, PICTURES, Buckets, Lines
 from trainer.report.series import Recorded, Series, is_drawn
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
@@ -112,12 +112,9 @@ def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
     by_metric: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in ("step", "elapsed_s") and isinstance(value, int | float):
+            if name not in ("step", "elapsed_s") and value is not None:
                 by_metric.setdefault(name, {})[row["step"]] = float(value)
-    series = {
-        name: Series(sorted(values), [values[s] for s in sorted(values)])
-        for name, values in by_metric.items()
-    }
+    series = {name: Series(sorted(of), [of[step] for step in sorted(of)]) for name, of in by_metric.items()}
     return Recorded(steps=sorted({row["step"] for row in rows}), series=series)
 
 
@@ -127,18 +124,15 @@ def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> 
     A null stands for a value that was not finite: an alarm, and the worst value. Step 0 is the evaluation before the first
     step.
     """
-    merged: dict[int, dict[str, float]] = defaultdict(dict)
+    raised: dict[str, dict[int, Alarm]] = defaultdict(dict)
     for row in rows:
-        merged[row["step"]] |= {name: math.nan if value is None else value for name, value in row.items()}
-    raised: dict[str, dict[int, Alarm]] = {}
-    for step in sorted(merged):
-        for alarm in check_alarms(merged[step], config):
-            raised.setdefault(alarm.name, {})[step] = alarm
+        metrics = {name: math.nan if value is None else value for name, value in row.items()}
+        for alarm in check_alarms(metrics, config):
+            raised[alarm.name][row["step"]] = alarm
     histories = []
     for name, by_step in raised.items():
-        worst_step = max(by_step, key=lambda step: by_step[step].badness)
-        worst = by_step[worst_step]
-        histories.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=worst))
+        step, worst = max(by_step.items(), key=lambda item: item[1].badness)
+        histories.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=step, worst=worst))
     return sorted(histories, key=lambda history: -len(history.steps))
 
 
@@ -149,22 +143,14 @@ def note_the_data(run: RecordedRun) -> None:
         return
     run.notes += _missing_records(run)
     same, rounding = list[str](), list[str]()
-    for metric, is_shown in _metrics_of_lines(run).items():
-        series = run.get(metric)
-        if len(set(series.values)) > 1:
-            rounding += [] if is_shown else [metric]
-        elif not is_shown:
-            same.append(_rests(run.config, metric, series))
-        elif len(series) >= FEWEST_FLAT:
-            run.notes.append(f"{_rests(run.config, metric, series, f' at all {len(series)} steps')}.")
-    for panel in _panels():
-        if isinstance(panel, Lines) or is_drawn(panel, run.recorded):
-            continue
-        edges = list(run.recorded.edges(panel.prefix).values())
-        if isinstance(panel, Buckets) and edges:
-            rounding.append(f"{panel.prefix}/*")
-        elif edges:
-            same.append(f"{panel.prefix} is 1 in the first bin ({edges[0]})")
+    for panel in (panel for picture in PICTURES for panel in picture.panels):
+        if isinstance(panel, Lines):
+            _note_lines(run, panel, same, rounding)
+        elif not is_drawn(panel, run.recorded) and (edges := [*run.recorded.edges(panel.prefix).values()]):
+            if isinstance(panel, Buckets):
+                rounding.append(f"{panel.prefix}/*")
+            else:
+                same.append(f"{panel.prefix} is 1 in the first bin ({edges[0]})")
     if rounding:
         near = "Nothing but rounding around the value at rest"
         run.at_rest.append(f"{near}, so not drawn: {', '.join(rounding)}.")
@@ -172,12 +158,21 @@ def note_the_data(run: RecordedRun) -> None:
         run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(same)}.")
 
 
-def _rests(config: RunConfig, metric: str, series: Series, where: str = "") -> str:
-    """The value of a series that never changes, with the reason if it is known."""
-    value = series.values[0]
-    means = FLAT_MEANS | (FLAT_MEANS_OF_ONE_MINIBATCH if config.learner.minibatches == 1 else {})
-    why = means.get((metric, value))
-    return f"{metric} is {number_text(value)}{where}" + (f" ({why})" if why else "")
+def _note_lines(run: RecordedRun, panel: Lines, same: list[str], rounding: list[str]) -> None:
+    """Of the panel's metrics, which no other panel has: those that never change, with the reason if it is known."""
+    is_shown = is_drawn(panel, run.recorded)
+    reasons = FLAT_MEANS | (FLAT_MEANS_OF_ONE_MINIBATCH if run.config.learner.minibatches == 1 else {})
+    for metric in run.recorded.labelled(panel.metrics):
+        values = run.get(metric).values
+        if len(set(values)) > 1:
+            rounding += [] if is_shown else [metric]
+            continue
+        why = reasons.get((metric, values[0]))
+        what, why = f"{metric} is {number_text(values[0])}", f" ({why})" if why else ""
+        if not is_shown:
+            same.append(f"{what}{why}")
+        elif len(values) >= FEWEST_FLAT:
+            run.notes.append(f"{what} at all {len(values)} steps{why}.")
 
 
 def _missing_records(run: RecordedRun) -> Iterator[str]:
@@ -195,19 +190,6 @@ def _missing_records(run: RecordedRun) -> Iterator[str]:
     absent = [name.removeprefix("1 - ") for name in expected if "*" not in name and not run.get(name)]
     if absent:
         yield f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}."
-
-
-def _metrics_of_lines(run: RecordedRun) -> dict[str, bool]:
-    """For each recorded metric of the ``Lines`` panels, whether it is drawn."""
-    shown = dict[str, bool]()
-    for panel in _panels():
-        if isinstance(panel, Lines):
-            shown |= dict.fromkeys(run.recorded.labelled(panel.metrics), is_drawn(panel, run.recorded))
-    return shown
-
-
-def _panels() -> Iterator[Panel]:
-    return (panel for picture in PICTURES for panel in picture.panels)
 
 
 def number_text(value: float) -> str:

@@ -95,7 +95,10 @@ class Scorer:
         began = time.perf_counter()
         sequences, lengths = sampled.sequences(), sampled.response_lengths_R.tolist()
         replays = self.config.learner.routing == "rollout" if replays is None else replays
-        experts = _experts_of(sampled) if replays else None
+        experts = None
+        if replays and sampled.experts_TLK is not None:
+            inputs_R = sampled.prompt_lengths_R + sampled.response_lengths_R - 1
+            experts = sampled.experts_TLK.split(inputs_R.tolist())
         size, mine, tokens = MICROBATCHES_PER_CALL * self.config.layout.pp, {}, 0
         for start in range(0, len(bins), size):
             part = bins[start : start + size]
@@ -122,13 +125,6 @@ class Scorer:
             self._report(f"{progress}, {tokens * copies / seconds:,.0f} tokens/s, {seconds:.1f} s")
 
 
-def _experts_of(sampled: Sampled) -> Sequence[Tensor] | None:
-    """The server's experts of each sequence."""
-    if sampled.experts_TLK is None:
-        return None
-    return sampled.experts_TLK.split((sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist())
-
-
 def _pack(
     rows: Sequence[int],
     sequences: Sequence[Sequence[int]],
@@ -151,10 +147,6 @@ def score_under_switches(scorer: Scorer, sampled: Sampled) -> dict[str, Answer]:
     """One answer per switch. ``repeat`` switches nothing and shows the noise level."""
     answers: dict[str, Answer] = {"repeat": (scorer.score("repeat", sampled), None)}
     return answers | {name: switch(scorer, sampled) for name, switch in SWITCHES.items()}
-
-
-def _packing(scorer: Scorer, sampled: Sampled) -> Answer:
-    return scorer.score("packing", sampled, scorer.alone(sampled)), None
 
 
 def _dtype(scorer: Scorer, sampled: Sampled) -> Answer:
@@ -240,7 +232,7 @@ def _deterministic_kernels(scorer: Scorer, sampled: Sampled) -> Answer:
 
 
 SWITCHES: dict[str, Callable[[Scorer, Sampled], Answer]] = {
-    "packing": _packing,
+    "packing": lambda scorer, sampled: (scorer.score("packing", sampled, scorer.alone(sampled)), None),
     "dtype": _dtype,
     "lm_head": _lm_head,
     "attention": _attention,

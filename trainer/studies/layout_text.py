@@ -154,7 +154,7 @@ def markdown(result: Row, figures: Sequence[str] = ()) -> str:
     pairs = result["pairs"]
     parts = [
         f"# Mismatch of rollout and learner, by layout: {result['setting']['model']}",
-        _setting(result),
+        "\n".join(f"- {name}: {value}" for name, value in result["setting"].items()),
         "## What it says",
         "\n".join(line if line.startswith("  -") else f"- {line}" for line in result["findings"]),
         "## Pairs",
@@ -172,10 +172,6 @@ def markdown(result: Row, figures: Sequence[str] = ()) -> str:
         parts += ["## Left out", "\n".join(f"- {line}" for line in result["skipped"])]
     parts += [f"![{name}]({name})" for name in figures]
     return "\n\n".join(parts) + "\n"
-
-
-def _setting(result: Row) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in result["setting"].items())
 
 
 def _length_table(pairs: Sequence[Row]) -> str:

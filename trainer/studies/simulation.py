@@ -21,7 +21,7 @@ import torch.distributed as dist
 import trainer.learner
 from configs.schema import RunConfig
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.megatron.optimizer import gradient_buffers, state_tensors
+from parallel.megatron.optimizer import gradient_buffers, own_tensors
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.planning.work import row_counts
 from parallel.simulation.device import Memory, SimulatedDevice
@@ -168,10 +168,8 @@ def _parameters(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
-    if engine.is_frozen:
-        return
-    # It may count steps on the host.
-    yield from (t for t in state_tensors(engine._optimizer, engine.chunks) if t.is_meta)
+    """On the device: it may count steps on the host."""
+    return (t for t in own_tensors(engine._optimizer, _parameters(engine)) if t.is_meta)
 
 
 class _Sampler:

@@ -105,11 +105,8 @@ class Row:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Params:
-    """The run's config as dotted names and text."""
-
-    params: Mapping[str, str]
+Params = dict[str, str]
+"""The run's config as dotted names and text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +255,7 @@ class MlflowThread(threading.Thread):
                 send(self._run_id, str(first.path), first.folder)
             else:
                 self._warn_once(str(first.path), "artifact %s does not exist", first.path)
-        elif isinstance(first, Params):
+        elif isinstance(first, dict):
             params = [Param(name, value) for name, value in self._as_stored(first).items()]
             for chunk in _chunks(params, self.PARAMS_PER_BATCH):
                 self._client.log_batch(self._run_id, params=chunk)
@@ -273,8 +270,8 @@ class MlflowThread(threading.Thread):
             for chunk in _chunks(metrics, self.METRICS_PER_BATCH):
                 self._client.log_batch(self._run_id, metrics=chunk)
 
-    def _as_stored(self, config: Params) -> dict[str, str]:
-        return {mlflow_name(name): value[: self.PARAM_LENGTH] for name, value in config.params.items()}
+    def _as_stored(self, config: Params) -> Params:
+        return {mlflow_name(name): value[: self.PARAM_LENGTH] for name, value in config.items()}
 
     def _open_run(self) -> None:
         from mlflow.tracking import MlflowClient
@@ -349,7 +346,7 @@ class MlflowThread(threading.Thread):
         return True
 
     def _has_exactly_the_first_items(self, run: Any) -> bool:
-        params = next((self._as_stored(item) for item in self._first if isinstance(item, Params)), None)
+        params = next((self._as_stored(item) for item in self._first if isinstance(item, dict)), None)
         last = self._first[-1] if self._first else None
         return (
             isinstance(last, Row)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -33,24 +33,11 @@ class ServiceError(RuntimeError):
     """A service refuses or does not answer."""
 
 
-class Service(Protocol):
-    """Where lines are copied to."""
-
-    def open(self, lines: Sequence[Line]) -> int:
-        """``lines``: all so far. Returns how many of them it holds already; 0 for a new copy. Raises ServiceError."""
-        ...
-
-    def log(self, line: Line) -> None:
-        """Add the next line, or the metrics that an evaluation has added to the last one."""
-        ...
-
-    def close(self, status: Status, lines: Sequence[Line]) -> None:
-        """``lines``: all that were logged."""
-        ...
-
-
 def publish(
-    service: Service, metrics: Path, wait: Callable[[], Status | None], say: Callable[[str], None] = print
+    service: "WandbService | TensorBoardService",
+    metrics: Path,
+    wait: Callable[[], Status | None],
+    say: Callable[[str], None] = print,
 ) -> None:
     """Copy all lines of ``metrics``, and those that the run adds. ``wait`` waits a moment; it returns the run's status once
     the run has ended. If a resumed run repeats steps, a new copy begins: no service takes steps back."""
@@ -112,6 +99,7 @@ class WandbService:
         self._run: Any = None
 
     def open(self, lines: Sequence[Line]) -> int:
+        """``lines``: all so far. Returns how many of them it holds already; 0 for a new copy. Raises ServiceError."""
         import wandb
 
         held = self._held(lines)
@@ -133,10 +121,12 @@ class WandbService:
         return count
 
     def log(self, line: Line) -> None:
+        """Add the next line, or the metrics that an evaluation has added to the last one."""
         with _its_errors():
             self._run.log(_measured(line), step=line["step"])
 
     def close(self, status: Status, lines: Sequence[Line]) -> None:
+        """``lines``: all that were logged."""
         id_ = self._run.id
         with _its_errors():
             # W&B has no state for a run that was stopped and may continue.

@@ -26,7 +26,7 @@ from trainer.tracking.alarms import check_alarms, judged
 from trainer.tracking.console import Console
 from trainer.tracking.held_out import BestAccuracy
 from trainer.tracking.metrics_file import keep_until
-from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
+from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Row, Status
 from trainer.tracking.publisher import Publisher, services_of
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 30.0
 ALARM = "bold red"
 _PACE_STEPS = 20
-_RESERVED = ("step", "elapsed_s")
 
 
 class Tracker:
@@ -54,28 +53,24 @@ class Tracker:
                 f"{run_dir} already holds the metrics of a run; use another `name`, or continue it with `resume={run_dir}`"
             )
         kept = [] if resumed_from_step is None else keep_until(path, resumed_from_step)
-        self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
-        self.last_step = kept[-1]["step"] if kept else 0
-        """The step of the newest line."""
+        self._grace_s, self._alarm_levels = config.launch.stop_grace_s, config.alarms
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
         self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         """Seconds of the attempts before a resume, up to the step that it continues from."""
         self._best_accuracy = BestAccuracy(kept, max_failed=config.alarms.reward_failed_max)
-        self._started = time.monotonic()
-        self._last_change: tuple[int, float] | None = None
-        self._evaluation, self._evaluation_s = config.evaluation, 0.0
-        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
-        self._warned: set[str] = set()
-        self._named: set[str] = set()
-        self._alarms, self._alarming = config.alarms, set[str]()
+        self._started, self._time_left = time.monotonic(), _TimeLeft(config)
+        self._warned, self._named, self._alarming = set[str](), set[str](), set[str]()
         self._closed = False
         self._path, self._file = path, LineFile(path)
         self._console = Console(run_dir / "console.log", config)
         tags = {"tandem.run_dir": str(run_dir.resolve())}
         if resumed_from_step is not None:
             tags["tandem.resumed_from_step"] = str(resumed_from_step)
-        settings = Params(flatten(config.model_dump(mode="json")))
-        first = [settings, Artifact(run_dir / "config.yaml"), *map(_row_of, kept)]
+        first = [
+            flatten(config.model_dump(mode="json")),
+            Artifact(run_dir / "config.yaml"),
+            *map(_row_of, kept),
+        ]
         self._mlflow = MlflowThread(config, run_dir, first, tags)
         self._mlflow.start()
         self._publishers: list[Publisher] = []
@@ -86,56 +81,56 @@ class Tracker:
                 later = f"`{tandem_command('publish', run_dir, '--to', service)}` does it later"
                 self._warn_of(service, f"the metrics are not copied to {service} ({error}); {later}")
 
+    @property
+    def last_step(self) -> int:
+        """The step of the newest line."""
+        return self._last_line.get("step", 0)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step, and print its alarms. An evaluation is compared with the best one before it
-        (``eval/accuracy_fall``). A later evaluation of the same step joins its line; ValueError for an earlier step.
+        (``eval/accuracy_fall``). A later evaluation of the same step joins its line; no step is earlier than the last.
 
         The console prints an alarm in full when it begins, and again only after it had stopped.
 
         A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow, with
         one warning per name. A name that trainer/metric_names.py lacks gets one warning, which fails a test.
         """
-        if self._closed:
-            raise ValueError(f"step {step} is logged after the tracker was closed")
-        if step < self.last_step:
-            raise ValueError(f"step {step} is logged after step {self.last_step}; steps do not go back")
-        if reserved := [name for name in _RESERVED if name in metrics]:
-            raise ValueError(
-                f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
-            )
         metrics = {**metrics, **self._best_accuracy.fall_to(metrics)}
         for name in metrics.keys() - self._named:
-            self._named.add(name)
             if find_entry(name) is None:
                 warnings.warn(
                     f"metric {name!r} is not in trainer/metric_names.py; add it there", stacklevel=2
                 )
+        self._named |= metrics.keys()
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
         line = {"step": step, "elapsed_s": round(self.elapsed_before_s + now - self._started, 3), **values}
-        if step == self._last_line.get("step"):
-            whole = self._last_line | line
-            problem = self._replace_last(whole)
-        else:
-            whole = line
-            problem = self._file.write(json.dumps(line, allow_nan=False))
-        if problem:
-            fix = "free space: the run continues, and writes these lines later"
-            self.warn_once(
-                "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}); {fix}"
-            )
-        self._last_line = whole
+        self._write(line)
         self._mlflow.put(_row_of(line))
-        self._console.step(step, values, self._left_s(step, now, values))
-        alarms = check_alarms(metrics, self._alarms)
+        self._console.step(step, values, self._time_left.after(step, now, values))
+        self._print_alarms(step, metrics)
+        for publisher in self._publishers:
+            self._warn_of(publisher.service, publisher.problem())
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Add the line to the file, or join it to the last one, if it is of the same step."""
+        if line["step"] == self._last_line.get("step"):
+            line = self._last_line | line
+            problem = self._replace_last(line)
+        else:
+            problem = self._file.write(json.dumps(line, allow_nan=False))
+        self._last_line = line
+        if problem:
+            wrong = f"step {line['step']}: {self._path} cannot be written ({problem.strerror})"
+            self.warn_once("metrics", f"{wrong}; free space: the run continues, and writes these lines later")
+
+    def _print_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+        alarms = check_alarms(metrics, self._alarm_levels)
         for alarm in alarms:
             if alarm.name not in self._alarming:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
         # A step without an evaluation does not end an alarm of evaluations.
         self._alarming = (self._alarming - judged(metrics)) | {alarm.name for alarm in alarms}
-        self.last_step = step
-        for publisher in self._publishers:
-            self._warn_of(publisher.service, publisher.problem())
 
     def _replace_last(self, line: Mapping[str, Any]) -> OSError | None:
         """Replace the last line, which is of the same step, by ``line``. If the disk has no space for the whole file, append
@@ -209,9 +204,17 @@ class Tracker:
             log.warning("metric %s is %s; recorded as null (this is logged once)", name, value)
         return None
 
-    def _left_s(self, step: int, now: float, values: Mapping[str, float | None]) -> float | None:
-        """Seconds until the run ends: steps left times the mean seconds of the last steps (at first ``time/step``), and
-        evaluations left times the seconds of the last one."""
+
+class _TimeLeft:
+    """Seconds until the run ends: steps left times the mean seconds of the last steps (at first ``time/step``), and
+    evaluations left times the seconds of the last one."""
+
+    def __init__(self, config: RunConfig):
+        self._num_steps, self._evaluation, self._evaluation_s = config.steps, config.evaluation, 0.0
+        self._last_change: tuple[int, float] | None = None
+        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
+
+    def after(self, step: int, now: float, values: Mapping[str, float | None]) -> float | None:
         evaluation_s, step_s = values.get("time/evaluation"), values.get("time/step")
         self._evaluation_s = self._evaluation_s if evaluation_s is None else evaluation_s
         if self._last_change is not None and step > self._last_change[0]:
@@ -227,7 +230,7 @@ class Tracker:
 
 
 def _row_of(line: Mapping[str, Any]) -> Row:
-    metrics = {name: value for name, value in line.items() if name not in _RESERVED and value is not None}
+    metrics = {name: x for name, x in line.items() if name not in ("step", "elapsed_s") and x is not None}
     return Row(line["step"], time.time_ns() // 1_000_000, metrics)
 
 

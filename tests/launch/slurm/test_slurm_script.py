@@ -479,7 +479,7 @@ def nothing_written(config_file: Path) -> bool:
             "launch.slurm.gpus=1, but learner (layout) and servers",
         ),
         (["--gpu-memory", "80"], "--gpu-memory 80: the job asks for no GPUs"),
-        (["launch.slurm.time=3h"], "write hours:minutes:seconds"),
+        (["launch.slurm.time=3h"], "must be hours:minutes:seconds"),
         (["launch.slurm.partition='a b'"], "launch.slurm.partition"),
         (["--array", "seed=0,x"], "seed"),
         (["--array", "steps=5,0"], "steps"),

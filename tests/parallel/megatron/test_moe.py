@@ -244,7 +244,7 @@ def test_heads_of_latent_attention():
         (deepseek_config(moe_layer_freq=2), "moe_layer_freq=2, which the learner does not compute"),
         (
             {name: value for name, value in deepseek_config().items() if name != "topk_method"},
-            "deepseek_v3 model lacks 'topk_method'; restore",
+            "config.json lacks 'topk_method'; restore",
         ),
         (deepseek_config(attention_bias=True), "attention_bias=True, which the learner does not compute"),
         (deepseek_config(kv_lora_rank=None), "kv_lora_rank=None; it must be"),

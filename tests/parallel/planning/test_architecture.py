@@ -88,7 +88,7 @@ def test_optional_sizes_follow_from_the_others():
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", [name for name in CONFIG if name not in (*OPTIONAL, "model_type")])
 def test_a_missing_field_is_named(check, name):
-    with pytest.raises(ValueError, match=f"qwen3 model lacks '{name}'"):
+    with pytest.raises(ValueError, match=f"config.json lacks '{name}'"):
         check(without(name))
 
 

@@ -683,7 +683,6 @@ def test_alarm_histories_by_hand():
             "policy/first_ratio_max": 1.1,
             "policy/first_ratio_min": 1.0,
         },
-        {"step": 2, "eval/accuracy": 0.5},
         {
             "step": 4,
             "mismatch/ess": 0.1,

@@ -589,18 +589,6 @@ def test_a_folder_with_metrics_is_refused_unless_resumed(tmp_path):
         Tracker(make_config(), tmp_path)
 
 
-def test_misuse_is_named(tmp_path):
-    with Tracker(make_config(), tmp_path) as tracker:
-        tracker.log(3, {})
-        tracker.log(3, {"eval/accuracy": 0.5})
-        with pytest.raises(ValueError, match="step 2 is logged after step 3"):
-            tracker.log(2, {})
-        with pytest.raises(ValueError, match="cannot be called 'step'"):
-            tracker.log(4, {"step": 1.0})
-    with pytest.raises(ValueError, match="step 5 is logged after the tracker was closed"):
-        tracker.log(5, {})
-
-
 # ---- servers that do not answer
 
 
