@@ -180,7 +180,7 @@ def with_adapter(linear: type | ModuleSpec, lora: Lora, *, is_gated: bool) -> Mo
 def add_adapters(layer: ModuleSpec, lora: Lora, *, has_experts: bool) -> None:
     """Put adapters into the specification of a transformer layer. has_experts: its MLP gets none."""
     parts: Any = layer.submodules
-    holders = dict.fromkeys(("qkv", "proj"), parts.self_attention.submodules)
+    holders: dict[str, Any] = dict.fromkeys(("qkv", "proj"), parts.self_attention.submodules)
     if not has_experts:
         holders |= dict.fromkeys(("fc1", "fc2"), parts.mlp.submodules)
     for target in holders.keys() & set(lora.config.targets):
