@@ -257,8 +257,9 @@ def _combine_ranks(
         total_T = maximum_T.clone()
         dist.all_reduce(total_T, op=dist.ReduceOp.MAX, group=group)
         # With the common maximum M: exp(x - M) = exp(x - m) exp(m - M), and x - M = (x - m) + (m - M).
+        # A rank of padding alone has m = -inf and sums of 0, which any finite shift leaves as they are.
         shift_T = torch.where(maximum_T == -torch.inf, 0.0, maximum_T - total_T)
-        scale_T = torch.where(maximum_T == -torch.inf, 0.0, shift_T.exp())
+        scale_T = shift_T.exp()
         sums_3T = torch.stack(
             (sums_3T[0] * scale_T, sums_3T[1], (sums_3T[2] + sums_3T[0] * shift_T) * scale_T)
         )

@@ -33,6 +33,10 @@ def truncate(log_ratio_N, upper):
     return weights_N, {"above": weights_N == upper}
 
 
+def mask(log_ratio_N, lower, upper):
+    return bounded_weights(bounded(log_ratio_N).exp(), "mask", lower=lower, upper=upper)
+
+
 def segments(log_ratio_N, bounds_S, segment_bounds):
     """The share of a token's response that its turn is, as a weight."""
     turn_N, response_N = (
@@ -98,6 +102,18 @@ def returns_a_number(current, old, advantage):
 
 def names_a_metric_badly(current, old, advantage):
     return -advantage * current, {"a/b": current}
+
+
+def numbers_a_metric(current, old, advantage):
+    return -advantage * current, {1: current}
+
+
+def lists_its_metrics(current, old, advantage):
+    return -advantage * current, [current]
+
+
+def returns_three(current, old, advantage):
+    return -advantage * current, {}, current
 
 
 def sums_a_metric(current, old, advantage):

@@ -23,6 +23,7 @@ def tried(part, name: str, **settings) -> None:
         (ADVANTAGE, "grpo", {"normalize_by_std": True}),
         (ADVANTAGE, "opo", {}),
         (WEIGHT, "truncate", {"upper": 2.0}),
+        (WEIGHT, "mask", {"lower": 0.5, "upper": 2.0}),  # a weight may be 0
         (WEIGHT, "segments", {}),
     ],
 )
@@ -45,6 +46,9 @@ def test_what_equals_a_built_in_keeps_to_the_contract(part, name, settings):
         ("widens", r"not float64 \[20\]; make tensors by current_logprobs_T.new_tensor\(...\), or end with"),
         ("returns_a_number", r"loss_T must be a tensor like current_logprobs_T, float32 \[20\], not float 1.0; return one value"),
         ("names_a_metric_badly", "'a/b' cannot name a metric; use letters"),
+        ("numbers_a_metric", "1 cannot name a metric; use letters"),
+        ("lists_its_metrics", "the second value must be a dict of tensors to record, not <class 'list'>"),
+        ("returns_three", r"loss_T must be a tensor like current_logprobs_T, float32 \[20\], not <class 'tuple'>"),
         ("sums_a_metric", r"metric sum must be a tensor like current_logprobs_T, float32 \[20\], not float32 \[\]"),
         ("leaves", r"on a made batch, it raised SystemExit: 3 \(own_functions.py:\d+ in leaves\); correct it"),
         ("ignores", "the gradient of loss_T to current_logprobs_T is 0 on every token"),

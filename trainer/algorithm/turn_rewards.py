@@ -39,8 +39,8 @@ def rewards_at_turns(
     """
     values_V = values_V.to(torch.float64)
     own_S = torch.zeros(len(episode_of_S), dtype=torch.float64).index_add(0, turns.sequence_ids_V, values_V)
-    # In the order of the sequences' own sums, so that a sequence without a fork gets exactly 0 from others. There are at
-    # most as many episodes as sequences.
+    # At most as many episodes as sequences. In the order of the sequences' own sums, so that a sequence without a
+    # fork gets exactly 0 from others.
     whole_E = torch.zeros_like(own_S).index_add(0, episode_of_S[turns.sequence_ids_V], values_V)
     of_others_S = whole_E[episode_of_S] - own_S
 

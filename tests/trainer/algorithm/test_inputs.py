@@ -194,8 +194,9 @@ def test_the_loss_names_the_field_and_the_sequence(name, value):
     broken_T[3] = value
     with pytest.raises(
         ValueError, match=rf"{name} is {value}.* on a response token of sequence 101 \(1 such"
-    ):
+    ) as raised:
         loss_of(batch_of(**{name: broken_T}))
+    assert ("pass log-probs, not probabilities" in str(raised.value)) == (value == 0.5)
     off_T = torch.tensor([True, True, True, False, True])
     assert loss_of(batch_of(**{name: broken_T}, response_mask_T=off_T)).isfinite()
 

@@ -102,13 +102,19 @@ def test_a_share_without_response_tokens_changes_nothing():
     assert values(merge_metrics([empty, whole])) == values(whole)
 
 
-def test_extreme_gaps_stay_finite():
+def test_extreme_gaps_stay_finite_and_small_ones_stay_above_zero():
     batch = random_batch([2], seed=1, mask_T=torch.ones(2, dtype=torch.bool))
     logprobs = {"old_logprobs_T": torch.tensor([-1e4, 0.0]), "rollout_logprobs_T": torch.tensor([0.0, -1e4])}
     batch = batch.with_fields(lag_T=torch.zeros(2, dtype=torch.int16), **logprobs)
     found = values(correct(batch, CONFIG).metrics)
     assert found["staleness/by_lag/le_0/logprob_gap_max"] == 1e4
     assert found["staleness/by_lag/le_0/ess"] == pytest.approx(0.5), "one of two ratios is all of the sum"
+    logprobs = {
+        "old_logprobs_T": torch.tensor([-1e-9, 0.0]),
+        "rollout_logprobs_T": torch.tensor([-3e-9, 0.0]),
+    }
+    found = values(correct(batch.with_fields(**logprobs), CONFIG).metrics)
+    assert found["staleness/by_lag/le_0/abs_prob_max"] == pytest.approx(2e-9), "both are 1 in float32"
 
 
 def test_what_may_end_a_run_is_the_gap_of_the_tokens_that_the_same_weights_sampled():

@@ -119,6 +119,21 @@ def test_samples_of_a_prompt_are_split_where_ranks_would_be_uneven_and_not_for_a
     assert plan.microbatches == ((((0, 1),), ((2, 3),)),)
 
 
+def test_an_even_share_is_that_of_the_largest_units_and_smaller_ones_may_not_fit():
+    """By hand, two ranks. One prompt of 8 places with four samples counts 2000, 1000 a rank. Pairs count 1022 and
+    986: 2.2 % more than 1000, and less than 2 % more than their own half. Samples by themselves make 1010 on both
+    ranks. Then prompts of 16 and 8 places with four and two samples, 56 and 30 together. Three pairs of 36, 36 and
+    30 fit neither two micro-batches of 56 nor four, and samples by themselves make 66 on both ranks."""
+    one = Prompts(ids_S=[0] * 4, lengths_S=[8] * 4)
+    plan = plan_batches(
+        [518, 510, 500, 492], minibatches=[range(4)], dp_size=2, token_budget=2000, prompts=one
+    )
+    assert plan.microbatches == ((((0, 3),), ((1, 2),)),)
+    two = Prompts(ids_S=[0] * 4 + [1] * 2, lengths_S=[16] * 4 + [8] * 2)
+    plan = plan_batches([24] * 4 + [18] * 2, minibatches=[range(6)], dp_size=2, token_budget=56, prompts=two)
+    assert plan.microbatches == ((((0, 1, 2, 3),), ((4, 5),)),)
+
+
 def sequences_of(minibatch) -> list[int]:
     """Over all ranks, ascending."""
     return sorted(s for rank in minibatch for microbatch in rank for s in microbatch)
