@@ -124,10 +124,7 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
 
 
 def start_process(
-    module: str,
-    *arguments: str,
-    output: int,
-    options: Sequence[str] = (),
+    module: str, *arguments: str, output: int, options: Sequence[str] = ()
 ) -> tuple[subprocess.Popen, Connection]:
     """Start a process that runs ``serve(descriptor, *arguments)`` of ``module`` under a guard. Returns the
     guard and our end of the pipe to the process, for ``pipe.py``.
