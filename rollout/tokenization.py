@@ -258,8 +258,9 @@ def _with_messages(prompt: DataPrompt, messages: Messages) -> DataPrompt:
 def _write_response(
     tokenizer: "Tokenizer", prompt: DataPrompt, response: Message, ends: Sequence[int], arguments: Arguments
 ) -> tuple[str, str, bool]:
-    """The chat template's text of a prompt with the header of the assistant's turn, its text of the response after it, and
-    whether the token that closes the response ends this text. Raises ValueError, see ``encode_response``."""
+    """The chat template's text of a prompt with the header of the assistant's turn, its text of the response
+    after it, and whether the token that closes the response ends this text. Raises ValueError, see
+    ``encode_response``."""
     before = _render_prompt(tokenizer, prompt, arguments)
     whole = _with_messages(prompt, (*messages_of(prompt), response))
     text = _render_prompt(tokenizer, whole, arguments, header=False)

@@ -2,18 +2,16 @@
 process before a start (``rewards/trial_process.py``)."""
 
 import difflib
-import faulthandler
 import inspect
 import json
 import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from rollout.environments.tandem_worker.failures import Failure
 from rollout.environments.tandem_worker.imports import imported
+from rollout.rewards.pipe import jobs_of, serving
 
 TELL_EVERY_S = 5.0
 """Time between two messages that a trial is still running."""
@@ -60,8 +58,8 @@ def call_problem(
     further: Sequence[str],
     settings: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """Why the function cannot be called with the arguments ``given``, those of ``further`` that are parameters of it, and its
-    settings (None: it can have none). None: it can be."""
+    """Why the function cannot be called with the arguments ``given``, those of ``further`` that are
+    parameters of it, and its settings (None: it can have none). None: it can be."""
     settings, has_settings = settings or {}, settings is not None
     if taken := sorted(settings.keys() & {*given, *further}):
         return f"settings hold {', '.join(taken)}, which Tandem itself passes; rename it"
@@ -79,15 +77,9 @@ def call_problem(
 def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
     """Main function of a trial's process. It sends null once it is up. A job holds the arguments of ``attempt``. The answer,
     as JSON, is null, or the text of the ValueError that ``attempt`` raised."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
-    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
-    with Connection(descriptor) as connection:
+    with serving(descriptor) as connection:
         connection.send_bytes(b"null")
-        while True:
-            try:
-                job = connection.recv()
-            except EOFError:
-                return
+        for job in jobs_of(connection.recv):
             problem = None
             try:
                 attempt(*job)

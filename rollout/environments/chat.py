@@ -19,7 +19,8 @@ from rollout.records import Completion, Prompt
 
 
 class PlainRenderer:
-    """The texts of the messages one after another, for a model without a chat template. See ``ChatRenderer``."""
+    """The texts of the messages one after another, for a model without a chat template. See
+    ``ChatRenderer``."""
 
     end_token_ids: tuple[int, ...] = ()
     writes_names = False

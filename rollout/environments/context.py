@@ -37,7 +37,8 @@ class EpisodeLimits:
 class Texts:
     """Text to tokens and back, where an environment needs text.
 
-    end_token_ids: they end a response, and are no part of its text. vocab_size: the model's; token ids are below it.
+    end_token_ids: they end a response, and are no part of its text. vocab_size: the model's; token ids are
+    below it.
     """
 
     def __init__(

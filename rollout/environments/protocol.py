@@ -115,10 +115,7 @@ class Context(Protocol):
 
         The shared tokens are trained on once, here. All sequences of an episode have its outcome, count once in
         their group's baseline, and share ``environment.max_turns``. They may act at the same time. A sequence
-        without a turn is dropped.
-
-        Args:
-            at: None: all tokens so far. 0: none of them.
+        without a turn is dropped. ``at``: None for all tokens so far, 0 for none of them.
 
         Raises ValueError: this sequence has fewer tokens.
         """

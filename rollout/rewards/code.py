@@ -161,10 +161,8 @@ class ProgramTests:
                 return Score(error=str(error))
         share = outcomes.count("passed") / len(tests)
         value = share if self._config.score == "fraction" else float(share == 1.0)
-        return Score(
-            value=value,
-            parts={"no_code": 0.0, "passed": share, "timed_out": float("timed_out" in outcomes)},
-        )
+        parts = {"no_code": 0.0, "passed": share, "timed_out": float("timed_out" in outcomes)}
+        return Score(value=value, parts=parts)
 
 
 async def choose_sandbox(config: CodeReward, name: str) -> str:

@@ -19,8 +19,8 @@ RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
 parameters, of ``FURTHER``."""
 
 GIVEN, FURTHER = ("prompt", "response", "reference"), ("row", "num_tokens", "finish_reason")
-"""Parameters of a reward function. The further ones: the record of the data file, the tokens of the response with its end
-token, and ``stop`` or ``length``."""
+"""Parameters of a reward function. The further ones: the record of the data file, the tokens of the response
+with its end token, and ``stop`` or ``length``."""
 
 _BY_FIRST_PARAMETER = {
     "data_source": ("verl's", '{name}(row["data_source"], response, reference, row.get("extra_info"))'),

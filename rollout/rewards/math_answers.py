@@ -60,7 +60,8 @@ def gsm8k_reward(reference: str, response_text: str) -> Score:
 
 
 def only_number(reference: str) -> Decimal:
-    """The number that ``gsm8k_reward`` compares with. Raises ValueError: the reference holds none, or several."""
+    """The number that ``gsm8k_reward`` compares with. Raises ValueError: the reference holds none, or
+    several."""
     numbers = [*NUMBER.finditer(reference.rpartition(ANSWER_MARK)[2])]
     if len(numbers) != 1:
         what = "several numbers" if numbers else "no number"

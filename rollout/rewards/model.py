@@ -41,7 +41,8 @@ from rollout.tokenization import load_tokenizer
 LINGER_S = 0.02
 """How long a batch waits to fill up; small against the time of a forward pass."""
 Item = dict[str, str] | list[int] | str
-"""A sample in a request: see ``json`` above; for ``sglang`` the text's tokens after a chat template, or the text."""
+"""A sample in a request: see ``json`` above; for ``sglang`` the text's tokens after a chat template, or the
+text."""
 
 
 class RewardModel(ServedReward):

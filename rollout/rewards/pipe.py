@@ -1,19 +1,43 @@
-"""Messages over our end of a pipe to a process that runs the user's code, each with a deadline.
+"""Messages over a pipe between us and a process that runs the user's code. At our end each has a deadline.
 
 The other end is a ``multiprocessing.connection.Connection``. The ``recv`` and ``send`` of that class wait
 forever for the rest of a message. The user's code may write into the pipe, or keep its process from reading.
 """
 
+import faulthandler
 import os
 import select
+import signal
 import struct
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LARGEST_ANSWER = 4 * 2**20
 """Most bytes of an answer from the user's code or a server that is not ours: a million tokens of text."""
 HEADER = struct.Struct("!i")
 """Before each message: its length in bytes."""
+
+
+@contextmanager
+def serving(descriptor: int) -> Iterator[Connection]:
+    """The other end, in the process. The parent decides when the process ends: Ctrl-C, which reaches the
+    whole group, does not end it. On SIGUSR1 it writes its current lines."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    with Connection(descriptor) as connection:
+        yield connection
+
+
+def jobs_of(receive: Callable[[], T]) -> Iterator[T]:
+    """What ``receive`` gets, until the parent closes the pipe, or is gone."""
+    with suppress(EOFError):
+        while True:
+            yield receive()
 
 
 def send(connection: Connection, content: bytes, deadline: float) -> None:

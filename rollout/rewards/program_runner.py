@@ -126,7 +126,8 @@ def run_test(job, test, folder):
 
 
 def run_program(job, folder, given, most_output):
-    """Run the program in ``folder`` with the input ``given`` -> what ``watch`` returns, and the arguments of ``why_not_started``."""
+    """Run the program in ``folder`` with the input ``given`` -> what ``watch`` returns, and the arguments of
+    ``why_not_started``."""
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
     # The program gets neither end of this pipe, so it cannot claim that it was not started.
@@ -182,8 +183,7 @@ def write_all(descriptor, content):
 def watch(pid, output, job, most_output):
     """Wait for the program's end or for a limit -> (outcome, None if it ended; what it printed)."""
     os.set_blocking(output, False)
-    ended = os.pidfd_open(pid)
-    try:
+    with os.fdopen(os.pidfd_open(pid), "rb", 0) as ended:
         poll = select.poll()
         poll.register(OWNER, 0)  # reports only that it was closed
         poll.register(output, select.POLLIN)
@@ -207,10 +207,8 @@ def watch(pid, output, job, most_output):
                     return "too_much_output", printed
                 if not part:
                     poll.unregister(output)
-            elif ended in events:  # and all that it printed is read
+            elif ended.fileno() in events:  # and all that it printed is read
                 return None, printed
-    finally:
-        os.close(ended)
 
 
 def read_some(output):

@@ -1,5 +1,5 @@
-"""``Scorer``: scores responses by one reward or a weighted sum of several, of all prompts or of their source. Reward code
-cannot hang a run.
+"""``Scorer``: scores responses by one reward or a weighted sum of several, of all prompts or of their source.
+Reward code cannot hang a run.
 
 score ─┬─ countdown, gsm8k, overlong     in this process
        ├─ math_verify, function          in separate processes (worker.py)
@@ -130,9 +130,10 @@ class Scorer:
     programs can be run.
 
     ``max_new_tokens`` is the longest response, for the overlong penalty. ``num_workers`` is the default
-    number of processes of each part of type math_verify, function or code. A process scores one sample at a time,
-    within ``timeout_s``. A late or dead process is killed and replaced. Start-up and the wait for a free process do
-    not count towards ``timeout_s``. The rewards of different sources (``RewardByField``) have their own processes and requests.
+    number of processes of each part of type math_verify, function or code. A process scores one sample at a
+    time, within ``timeout_s``. A late or dead process is killed and replaced. Start-up and the wait for a
+    free process do not count towards ``timeout_s``. The rewards of different sources (``RewardByField``) have
+    their own processes and requests.
 
     Entering raises:
         RewardModelError: a reward model does not answer as it should.
@@ -169,8 +170,8 @@ class Scorer:
         return source_of(prompt.row, self._config.field, partial(known_source, self._config))
 
     def _deciding_of(self, fields: Sequence[str]) -> str:
-        """The first part that checks the answer decides whether a response is correct. Without one the first model or judge
-        decides."""
+        """The first part that checks the answer decides whether a response is correct. Without one the first
+        model or judge decides."""
         candidates = [field for field in fields if self._parts[field].type != "overlong"]
         return min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
 
@@ -239,10 +240,11 @@ class Scorer:
         """The sum of the parts, each times its weight. ``num_tokens`` of the response include its end token.
 
         A single reward has its own ``parts``. A weighted reward has each part's unweighted value under the
-        part's name, and the part's own parts as ``name/own``. A failed part counts 0 in ``value``, and ``error`` names
-        the reason and the prompt: the sample is not scored. ``correct`` is True if the deciding part (see ``WeightedReward``) was
-        scored with at least 1. With ``RewardByField`` the name of the prompt's source stands before all names of parts and,
-        unless the reward failed, is itself a part: the reward's value.
+        part's name, and the part's own parts as ``name/own``. A failed part counts 0 in ``value``, and
+        ``error`` names the reason and the prompt: the sample is not scored. ``correct`` is True if the
+        deciding part (see ``WeightedReward``) was scored with at least 1. With ``RewardByField`` the name of
+        the prompt's source stands before all names of parts and, unless the reward failed, is itself a part:
+        the reward's value.
 
         Raises:
             ValueError: the prompt has no source. A check before the start refuses such data.

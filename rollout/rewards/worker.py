@@ -12,13 +12,11 @@ guard kills all that the worker started, orphans included.
 """
 
 import asyncio
-import faulthandler
 import inspect
 import json
 import os
 import pickle
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -38,7 +36,7 @@ from rollout.guarded_process import WORKER, kill_tree
 from rollout.records import Score
 from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
-from rollout.rewards.pipe import receive, send
+from rollout.rewards.pipe import jobs_of, receive, send, serving
 from rollout.servers.watched_process import how_it_ended
 from rollout.user_code import further_parameters
 
@@ -78,10 +76,7 @@ class NoAnswer(Exception):
 
 def serve(descriptor: int, reward: str) -> None:
     """Main function of a worker: ``reward`` is ``math_verify`` or the user's ``module:function``."""
-    # Ctrl-C reaches the whole group; the parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
-    with Connection(descriptor) as connection:
+    with serving(descriptor) as connection:
         try:
             function = _load_reward(reward)
         except Exception as error:  # a user's module may raise anything; the parent reports it
@@ -90,11 +85,7 @@ def serve(descriptor: int, reward: str) -> None:
         _reply(connection, ("ready", None))
         own_pid = os.getpid()
         with asyncio.Runner() as runner:  # one event loop for all calls of a function that is async
-            while True:
-                try:
-                    job = connection.recv()
-                except EOFError:  # the parent closed the pipe, or is gone
-                    return
+            for job in jobs_of(connection.recv):
                 reply = _score_job(function, job, runner)
                 # The function may have forked. Its child's reply would be read as the next sample's.
                 if os.getpid() != own_pid:
@@ -133,10 +124,7 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
 
 
 def start_process(
-    module: str,
-    *arguments: str,
-    output: int,
-    options: Sequence[str] = (),
+    module: str, *arguments: str, output: int, options: Sequence[str] = ()
 ) -> tuple[subprocess.Popen, Connection]:
     """Start a process that runs ``serve(descriptor, *arguments)`` of ``module`` under a guard. Returns the
     guard and our end of the pipe to the process, for ``pipe.py``.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from configs.schema import RunConfig
 from configs.schema.rollout import DynamicSampling
-from rollout.client import GenerationClient
+from rollout.client import ClientStats, GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt, different_rewards, seed_of
@@ -72,8 +72,8 @@ class GroupSampler:
         config: RunConfig,
     ) -> None:
         """evaluation_client, evaluation_samples: for held-out prompts, which do not queue behind training
-        prompts. scorer: the scorer of ``samples``; its retries are counted. Raises ValueError: the task has no
-        training prompts."""
+        prompts. scorer: the scorer of ``samples``; its retries are counted. Raises ValueError: the task has
+        no training prompts."""
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
         self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
@@ -151,14 +151,13 @@ class GroupSampler:
                 sum(has_signal), count, len(scored), num_filled,
             )  # fmt: skip
         chosen = choose_groups(has_signal, count)
-        before, self._counted = self._counted, (self._client.stats, self._scorer.retries)
-        requested = self._counted[0] - before[0]
+        requested, reward_retries = self._counts_since_last_reply()
         stats = SamplingStats(
             seconds=time.perf_counter() - began,
             requests=requested.requests,
             retries=requested.retries,
             failed_rewards=len(failures),
-            reward_retries=self._counted[1] - before[1],
+            reward_retries=reward_retries,
             resampled_groups=len(scored) - count,
             filled_groups=num_filled,
             scored=len(scored) * self._rollout.group_size,
@@ -175,6 +174,11 @@ class GroupSampler:
             left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
+
+    def _counts_since_last_reply(self) -> tuple[ClientStats, int]:
+        """Of the client, and the scorer's retries."""
+        (stats, retries), self._counted = self._counted, (self._client.stats, self._scorer.retries)
+        return self._counted[0] - stats, self._counted[1] - retries
 
     async def admit(self, count: int, *, newest: int, ahead: int) -> None:
         """Start the groups that ``next_groups`` with these arguments would start. The servers have version ``newest``."""

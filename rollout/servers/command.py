@@ -128,11 +128,8 @@ def _cpu_flags(spec: ServerSpec) -> Flags:
 
 
 def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
-    """The environment of one replica: this process's, offline, and without CUDA for the CPU engine.
-
-    Args:
-        place: index of the share among the equally large ones on this node.
-    """
+    """The environment of one replica: this process's, offline, and without CUDA for the CPU engine. place:
+    index of the share among the equally large ones on this node."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

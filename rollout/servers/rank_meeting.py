@@ -14,12 +14,8 @@ OVERRIDE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 class RankMeeting:
     """It is open from before the servers' start until their end. The servers get ``environment``.
-
-    Args:
-        address: HOST:PORT on the first node of a replica on several nodes; None for a replica on this node.
-
-    Raises OSError: the first node cannot listen there.
-    """
+    ``address``: HOST:PORT on the first node of a replica on several nodes; None for a replica on this node.
+    Raises OSError: the first node cannot listen there."""
 
     def __init__(self, share: ServerShare, address: str | None) -> None:
         self._file, self._store = None, None

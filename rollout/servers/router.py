@@ -97,7 +97,8 @@ class RouterEnded(RuntimeError):
 
 
 class Router:
-    """A router process, from now until ``stop``. As a context manager it is ready inside, and stopped on exit.
+    """A router process, from now until ``stop``. As a context manager it is ready inside, and stopped on
+    exit.
 
     Args:
         urls: addresses of the servers, which are healthy.

@@ -7,12 +7,12 @@ import difflib
 import importlib.util
 import json
 import logging
-import signal
 from collections.abc import Mapping, Sequence
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from rollout.rewards.pipe import jobs_of, serving
 
 _NAMES = {
     "tool_call_parser": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),
@@ -50,17 +50,12 @@ def check_parser_name(kind: str, name: str) -> None:
 
 def serve(descriptor: int) -> None:
     """Main function of the process: answers one request at a time, and ends when the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    with Connection(descriptor) as connection:
+    with serving(descriptor) as connection:
         from sglang.srt.function_call import function_call_parser  # noqa: F401
 
         connection.send_bytes(b'{"ready": true}')
-        while True:
-            try:
-                request = json.loads(connection.recv_bytes())
-            except EOFError:  # the parent closed the pipe, or is gone
-                return
-            connection.send_bytes(json.dumps(parse(**request)).encode())
+        for request in jobs_of(connection.recv_bytes):
+            connection.send_bytes(json.dumps(parse(**json.loads(request))).encode())
 
 
 class _Unreadable(ValueError):

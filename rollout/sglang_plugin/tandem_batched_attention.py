@@ -264,8 +264,8 @@ def buckets_of(req_to_token: Tensor, forward_batch) -> list[Bucket] | None:
 
 
 def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
-    """SGLang's ``torch_native`` backend for a model runner, with ``Batched``. With ``softmax_of`` it raises a ValueError if it
-    would have to leave an attention to SGLang's own code."""
+    """SGLang's ``torch_native`` backend for a model runner, with ``Batched``. With ``softmax_of`` it raises a
+    ValueError if it would have to leave an attention to SGLang's own code."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     backend = type("BatchedAttention", (Batched, TorchNativeAttnBackend), {})(runner)

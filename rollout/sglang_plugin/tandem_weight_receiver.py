@@ -329,8 +329,8 @@ class Receiver:
     def _begin(
         self, piece: Sequence[Sent], place: int, kind: str, way: Broadcasts | FromMemory
     ) -> tuple[Callable[[], Tensor], Callable[[], str | None]]:
-        """Begin to receive a bucket. Returns a function that waits for its end and gives its hash, and one to call then, which
-        loads the bucket and returns what failed."""
+        """Begin to receive a bucket. Returns a function that waits for its end and gives its hash, and one to
+        call then, which loads the bucket and returns what failed."""
         landing = self._landing_of(piece)
         if isinstance(landing, Tensor):
             return way.begin(landing, kind), lambda: None

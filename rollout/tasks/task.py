@@ -36,11 +36,9 @@ class Problem:
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts over any sequence of items. Each access turns an item into a problem and tokenises it. So half a
-    million problems cost no time and no memory before they are used.
-
-    Args:
-        where: gives the place of a problem by its number, for messages.
+    """Prompts over any sequence of items. Each access turns an item into a problem and tokenises it. So half
+    a million problems cost no time and no memory before they are used. ``where`` gives the place of a problem
+    by its number, for messages.
     """
 
     def __init__(

@@ -569,12 +569,12 @@ TABLE = {
     ),
     "reward function that returns nothing": Broken(
         options="reward={type: function, function: my_rewards:forgets}", field="reward.function", value="my_rewards:forgets",
-        error="a number, not <class 'NoneType'> (my_rewards.py:5 in forgets)", fix="return a finite number",
+        error="a number, not NoneType None (my_rewards.py:5 in forgets)", fix="return a finite number",
     ),
     "reward function among others": Broken(
         options="reward.type=weighted reward.parts={mine: {type: function, function: my_rewards:later}}",
         field="reward.parts.mine.function", value="my_rewards:later",
-        error="a number, not <class 'NoneType'> (my_rewards.py:8 in later)", fix="return a finite number",
+        error="a number, not NoneType None (my_rewards.py:8 in later)", fix="return a finite number",
     ),
     "reward module that ends the process": Broken(
         options="reward={type: function, function: script:score}", field="reward.function", value="script:score",
