@@ -23,7 +23,7 @@ from launch.processes.run_folder import RunFolder
 from rollout.terminal_text import tandem_command
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
-from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish
+from trainer.tracking.services import ServiceError, TensorBoardService, WandbService, publish
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at the metrics."""
@@ -114,7 +114,7 @@ def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[
 
 def _service(
     name: ServiceName, folder: RunFolder, config: RunConfig, project: str | None, entity: str | None
-) -> Service:
+) -> TensorBoardService | WandbService:
     if name == "tensorboard":
         return TensorBoardService(folder.path, say=_say)
     wandb = config.tracking.wandb
