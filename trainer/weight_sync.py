@@ -211,6 +211,10 @@ class WeightSync:
 
         return answer_of_first_rank(look) is not None
 
+    def _changes_after_failure(self) -> bool:
+        shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
+        return self._have_servers_changed(within_s=LOST_SERVER_S + shared_s)
+
     def _follow_servers(self) -> None:
         """If servers have ended or restarted, create new transfer groups with the servers that exist; all
         ranks together."""
@@ -300,8 +304,7 @@ class WeightSync:
             try:
                 return work()
             except RolloutError:
-                shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
-                if not self._have_servers_changed(within_s=LOST_SERVER_S + shared_s):
+                if not self._changes_after_failure():
                     raise
 
     def _send_to_all(self) -> SyncResult:

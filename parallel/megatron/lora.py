@@ -180,12 +180,12 @@ def with_adapter(linear: type | ModuleSpec, lora: Lora, *, is_gated: bool) -> Mo
 def add_adapters(layer: ModuleSpec, lora: Lora, *, has_experts: bool) -> None:
     """Put adapters into the specification of a transformer layer. has_experts: its MLP gets none."""
     parts: Any = layer.submodules
-    holders: dict[str, Any] = dict.fromkeys(("qkv", "proj"), parts.self_attention.submodules)
-    if not has_experts:
-        holders |= dict.fromkeys(("fc1", "fc2"), parts.mlp.submodules)
-    for target in holders.keys() & set(lora.config.targets):
-        holder, name = holders[target], f"linear_{target}"
-        setattr(holder, name, with_adapter(getattr(holder, name), lora, is_gated=target == "fc1"))
+    targets = [name for name in lora.config.targets if name in ("qkv", "proj") or not has_experts]
+    for target in targets:
+        part = parts.self_attention if target in ("qkv", "proj") else parts.mlp
+        name = f"linear_{target}"
+        adapted = with_adapter(getattr(part.submodules, name), lora, is_gated=target == "fc1")
+        setattr(part.submodules, name, adapted)
 
 
 def is_adapter(name: str) -> bool:

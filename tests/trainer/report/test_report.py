@@ -392,7 +392,7 @@ def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
     path = write_report(make_run(tmp_path / "run", range(1, 20), metrics=metrics))
     assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
     text, rounding = Page(path).text, "mismatch/k3, mismatch/weight_max, mismatch/weight_std, mismatch/ess"
-    assert f"around the value at rest, so not drawn: {rounding}, mismatch/by_length/*." in text
+    assert f"around the value at rest, so not drawn: mismatch/by_length/*, {rounding}." in text
     assert "mismatch/response_abs_prob_max_share is 1 in the first bin (≤ 0.001)" in text
 
 
