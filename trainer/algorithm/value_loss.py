@@ -99,7 +99,7 @@ def explained_variance(numbers: Mapping[str, float]) -> float | None:
     if "critic/return_std" not in numbers:
         return None
     spread, error_spread = numbers["critic/return_std"], numbers["critic/error_std"]
-    # Equal returns leave the rounding error of a difference of squares.
-    if spread <= 1e-6 * abs(numbers["critic/return_mean"]):
+    # Equal returns leave a rounding error: that of a difference of squares, and that of advantages plus values.
+    if spread <= max(1e-6 * abs(numbers["critic/return_mean"]), 1e-10 * error_spread):
         return None
     return 1 - (error_spread / spread) ** 2

@@ -161,6 +161,8 @@ def test_parts_add_up_to_the_whole(seed, order, cut):
         ([1.0, 2.0, 4.0], [0.1, 0.1, 0.1], None),
         ([1.0, 2.0, 4.0], [0.0, 0.0, 0.0], None),
         ([1e-8, 2e-8, 4e-8], [1e-8, 2e-8, 4e-8], 1.0),  # equal is meant relative to the mean
+        ([1.0, 2.0, 4.0], [2e-16, -1e-16, 0.0], None),  # advantages plus values, where every reward is 0
+        ([-99.0, -198.0, -396.0], [1.0, 2.0, 4.0], -9999.0),
         ([1001.0, 1001.0, 1001.0], [1000.0, 1001.0, 1003.0], 0.0),  # a small spread around a large mean
     ],
 )
