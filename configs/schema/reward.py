@@ -9,13 +9,13 @@ from pydantic import AfterValidator, Field, field_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
+    PART_NAME,
     Count,
     FiniteFloat,
     GivenPath,
     KeyVariable,
     NonNegativeFloat,
     NonNegativeInt,
-    PartName,
     PositiveFloat,
     PositiveInt,
     Schema,
@@ -275,7 +275,7 @@ class WeightedReward(Schema):
     unweighted."""
 
     type: Literal["weighted"] = "weighted"
-    parts: Annotated[dict[PartName, RewardPart], Field(min_length=1)]
+    parts: Annotated[dict[str, RewardPart], Field(min_length=1)]
     """The rewards by name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...],
     weight: 0.2}``.
 
@@ -289,6 +289,13 @@ class WeightedReward(Schema):
                 ("parts",),
                 "parts hold an overlong penalty but no reward",
                 "add a part that rewards, e.g. correct: {type: gsm8k}",
+            )
+        wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
+        if wrong is not None:
+            yield Contradiction(
+                (),
+                f"{wrong!r} cannot name a part, since metrics are named after it",
+                "use letters, digits, `_` and `-`",
             )
 
 

@@ -1168,7 +1168,7 @@ def test_a_buffer_longer_than_a_response_is_refused():
             {"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}},
             "parts hold an overlong penalty but no reward",
         ),
-        ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "should match pattern"),
+        ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "'a b' cannot name a part"),
         (
             {"type": "weighted", "parts": {"a": {"type": "weighted", "parts": {}}}},
             "does not match any of the expected tags",
