@@ -9,8 +9,7 @@ items that are not listed there is unknown.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import getitem, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -106,8 +105,9 @@ def memory_problems(config: AnyConfig, device: Device, runs: Sequence[str]) -> I
     if need.server is not None and isinstance(config, RunConfig):
         yield from _server_findings(config, device, need.server)
         # Both models are in memory while weights are sent; otherwise one side has the GPU to itself.
-        learner, size = need.learner if config.launch.takes_turns else None, memory.size_text
-        if learner is not None and both_bytes(learner, need.server) > device.bytes:
+        learner, size = need.learner, memory.size_text
+        shares = config.launch.takes_turns
+        if learner is not None and shares and both_bytes(learner, need.server) > device.bytes:
             held = f"a learner rank holds {size(learner.lasting + learner.transfer)}"
             both = f"{held}, beside {size(need.server.weights)} of weights of a server rank"
             error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
@@ -161,7 +161,10 @@ def _learner_fix(config: AnyConfig, device: Device) -> str:
         content = config.model_dump()
         for field, value in changes.items():
             *blocks, name = field.split(".")
-            reduce(getitem, blocks, content)[name] = value
+            inner = content
+            for block in blocks:
+                inner = inner[block]
+            inner[name] = value
         with contextlib.suppress(ValidationError):  # another field forbids it
             changed = RunConfig.model_validate(content)
             most = max(stage.total for stage in _stages(changed, device, architecture))
