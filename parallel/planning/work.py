@@ -82,7 +82,7 @@ def work_of(
         chunk_tokens=config.learner.logprob_chunk_tokens if is_rl else config.logprob_chunk_tokens,
         recompute=config.learner.recompute if is_rl else "none",
         distributed_optimizer=optimizer.distributed,
-        offloads_optimizer=optimizer.offload and device == "cuda",  # on CPU both memories are one
+        offloads_optimizer=optimizer.offload,
         lora=config.learner.lora if is_rl else None,
         freeze_router=is_rl and config.learner.freeze_router,
         kept_ids=config.rollout.top_k if is_rl and config.rollout.is_truncated else 0,
@@ -94,7 +94,7 @@ def work_of(
         critic=critic,
         critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
         critic_distributed=of_critic is None or of_critic.optimizer.distributed,
-        critic_offloads=of_critic is not None and of_critic.optimizer.offload and device == "cuda",
+        critic_offloads=of_critic is not None and of_critic.optimizer.offload,
         transfers_weights=is_rl,
         converts_weights=is_rl
         and (
