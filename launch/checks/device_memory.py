@@ -105,9 +105,8 @@ def memory_problems(config: AnyConfig, device: Device, runs: Sequence[str]) -> I
     if need.server is not None and isinstance(config, RunConfig):
         yield from _server_findings(config, device, need.server)
         # Both models are in memory while weights are sent; otherwise one side has the GPU to itself.
-        learner, size = need.learner, memory.size_text
-        shares = config.launch.takes_turns
-        if learner is not None and shares and both_bytes(learner, need.server) > device.bytes:
+        learner, size = need.learner if config.launch.takes_turns else None, memory.size_text
+        if learner is not None and both_bytes(learner, need.server) > device.bytes:
             held = f"a learner rank holds {size(learner.lasting + learner.transfer)}"
             both = f"{held}, beside {size(need.server.weights)} of weights of a server rank"
             error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
