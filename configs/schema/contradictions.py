@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import Contradiction
 from configs.schema.correction import ImportanceWeight
-from configs.schema.environment import MessageEnvironment, SingleTurn
+from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
 from configs.schema.reward import CodeReward, OverlongPenalty, RewardByField, rewards_in
@@ -103,9 +103,13 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
         yield Contradiction(
             ("advantage.credit", "environment.type"),
             "advantage.credit=turn needs turns that earn rewards, and with environment.type=single_turn a sample has one reward",
-            "use credit=episode, or an environment",
+            "use credit=episode, or an environment of type tokens, chat, agent or openenv",
         )
-    if config.credits_turns and getattr(config.environment, "reward", None) == "run":
+    if (
+        config.credits_turns
+        and isinstance(config.environment, AgentEnvironment)
+        and config.environment.reward == "run"
+    ):
         yield Contradiction(
             ("advantage.credit", "environment.reward"),
             "advantage.credit=turn needs turns that earn rewards, and with environment.reward=run an episode has one reward",

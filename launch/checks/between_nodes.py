@@ -217,6 +217,6 @@ def _run_within(seconds: float, check: str, work: Callable[[], Finding]) -> Find
     thread.start()
     thread.join(seconds)
     if not result:
-        cause = "the nodes reach each other by TCP (see ports), so look at the interface of the library"
+        cause = "the nodes reach each other by TCP (see ports), so the library has chosen another interface"
         return fail(check, f"no answer within {seconds:.0f} s", f"{cause}: set launch.nodes.interface")
     return result[0]

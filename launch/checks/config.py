@@ -5,12 +5,13 @@ only a valid config is compared with the rest.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.loader import Finding, ParsedConfig
 from configs.schema import AnyConfig, RunConfig, SftConfig, kind_of
+from configs.schema.environment import ChatEnvironment
 from launch.checks.arguments import BadInput, check_new_folder, finding_of
 from launch.checks.correction import check_bounds, gap_notes
 from launch.checks.device_memory import memory_problems
@@ -66,7 +67,7 @@ def load_checked(
             f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {kind_of(kind)}"
         )
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
-    trains, notes = not {"learn", "sft-rank"}.isdisjoint(runs), list[str]()
+    trains, notes = "learn" in runs or "sft-rank" in runs, list[str]()
     if is_here and "learn" in runs:
         parsed = _with_placement(config, parsed, notes)
         config = parsed.validated()
@@ -169,7 +170,7 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     if runs != EVALUATION:
         from launch.checks.own_parts import check_own_parts
 
-        yield from check_own_parts(config, _print_comment, lambda: getattr(_example(config), "row", None))
+        yield from check_own_parts(config, _print_comment, partial(_example_row, config))
     yield from _check_environment(config)
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", error) for error in resume_problems(config, config.resume, _print_comment))
@@ -199,7 +200,7 @@ def _check_environment(config: RunConfig) -> Iterator[Finding]:
         except ValueError as error:
             yield "environment.environment", str(error)
             return
-        if ready.tools and getattr(environment, "template", None) == "chat":
+        if ready.tools and isinstance(environment, ChatEnvironment) and environment.template == "chat":
             yield from check_tools_template(config, ready.tools)
 
 
@@ -214,6 +215,11 @@ def _example(config: RunConfig, source: str | None = None) -> "Problem | None":
         return first_problem(config.task, of)
     except (ValueError, OSError):
         return None
+
+
+def _example_row(config: RunConfig) -> "Mapping[str, Any] | None":
+    problem = _example(config)
+    return None if problem is None else problem.row
 
 
 def _print_comment(text: str) -> None:

@@ -9,8 +9,7 @@ items that are not listed there is unknown.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import getitem, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -161,7 +160,10 @@ def _learner_fix(config: AnyConfig, device: Device) -> str:
         content = config.model_dump()
         for field, value in changes.items():
             *blocks, name = field.split(".")
-            reduce(getitem, blocks, content)[name] = value
+            inner = content
+            for block in blocks:
+                inner = inner[block]
+            inner[name] = value
         with contextlib.suppress(ValidationError):  # another field forbids it
             changed = RunConfig.model_validate(content)
             most = max(stage.total for stage in _stages(changed, device, architecture))

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rollout.tasks import Survey
     from rollout.tokenization import Tokenizer
 
-FileTask = Gsm8kTask | JsonlTask
 _FIRST_LINE_S, _LATER_LINES_S = 2.0, 10.0
 
 
@@ -194,7 +193,7 @@ def _check_sources(mixture: MixtureOrder, path: Path) -> None:
             raise ValueError(f"weights has {name!r}, of which {path} has no record; {fix}")
 
 
-def survey_of(task: FileTask, path: Path) -> "Survey":
+def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
     """A survey of the records of ``path``. Repeated calls read the file only once. Raises ValueError."""
     from rollout.tasks import survey_task_file
 
@@ -211,7 +210,12 @@ def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
 
 
 def _check_lengths(
-    config: RunConfig, task: FileTask, name: str, survey: "Survey", tokenizer: "Tokenizer", notes: list[str]
+    config: RunConfig,
+    task: Gsm8kTask | JsonlTask,
+    name: str,
+    survey: "Survey",
+    tokenizer: "Tokenizer",
+    notes: list[str],
 ) -> Iterator[Finding]:
     field, room = f"task.{name}", _prompt_room(config, "training" if name == "train_path" else "held-out")
     if room is None:

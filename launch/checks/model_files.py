@@ -174,8 +174,13 @@ def template_error(tokenizer: "Tokenizer", system_prompt: str | None, arguments:
         if isinstance(tokenizer, TokenizerFiles) and tokenizer.chat_template:
             tokenizer.check_template(system_prompt, arguments)
         else:
-            given: Any = {"system_prompt": system_prompt, "chat_template_kwargs": arguments}
-            encode_prompt(tokenizer, "?", apply_chat_template=True, **given)
+            encode_prompt(
+                tokenizer,
+                "?",
+                system_prompt=system_prompt,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
     except Exception as error:  # a template is a program: transformers passes on any error
         return str(error)
     return None

@@ -165,10 +165,8 @@ def make_tiny_model(
 
 @command()
 def dequantise(
-    folder: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder with FP8 or MXFP4 weights.", metavar="FOLDER")
-    ],
-    out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")],
+    folder: Annotated[Path, argument("A Hugging Face folder with FP8 or MXFP4 weights.", "FOLDER")],
+    out: Annotated[Path, argument("The folder to write", "OUT")],
 ) -> None:
     """Write a model that is published in FP8 (DeepSeek-V3, Qwen3-FP8) or MXFP4 (gpt-oss) in bfloat16, in which learner and
     servers load it."""

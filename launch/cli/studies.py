@@ -30,8 +30,10 @@ def mismatch(
     from launch.commands import studies
     from launch.studies.mismatch_plan import Request
 
-    layouts = {"learners": tuple(learner), "rollouts": tuple(rollout)}
-    request = Request(**layouts, prompts=prompts, threshold=threshold, out=out, why=why)
+    learners, rollouts = tuple(learner), tuple(rollout)
+    request = Request(
+        learners=learners, rollouts=rollouts, prompts=prompts, threshold=threshold, out=out, why=why
+    )
     studies.mismatch(config, overrides or [], request)
 
 

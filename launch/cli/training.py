@@ -125,15 +125,18 @@ def slurm(
         option("A run for each value of a key, e.g. seed=0,1,2; several times: for each combination."),
     ] = None,
     dry_run: Annotated[bool, option("Print a dry run and the script; write nothing.", "--dry-run")] = False,
-    gpu_memory: Annotated[float | None, gib("GiB of each of the job's GPUs, to check it too.")] = None,
+    gpu_memory: Annotated[
+        float | None, gib("GiB of each of the job's GPUs; checks their memory too.")
+    ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
     from launch.checks.arguments import as_bad_input
     from launch.commands.slurm import slurm as write
 
     with as_bad_input(f"{config}: "):
-        options = {"submit": submit, "dry_run": dry_run}
-        write(config, overrides or [], arrays=array or [], gpu_memory=gpu_memory, **options)
+        write(
+            config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory
+        )
 
 
 @command()

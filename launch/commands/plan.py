@@ -76,8 +76,9 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         architecture = architecture_of(config.model.path)
         critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
-        models = {"critic": critic, "reference": reference}
-        plans = plan(architecture, config, cluster, **models, measured=table, timing=timing)
+        plans = plan(
+            architecture, config, cluster, critic=critic, reference=reference, measured=table, timing=timing
+        )
     found = Found(config=config, cluster=cluster, measured=table, timing=timing, plans=plans)
     _print_table(plans, options.count)
     _print_best(found)

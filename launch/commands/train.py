@@ -51,7 +51,9 @@ def train(
 ) -> RunFolder | None:
     parsed = parse_config(config_path, overrides)
     instead = None if dry_run else "use `tandem slurm`, `tandem prepare`, or remove it"
-    config = _checked(parsed, RunConfig, TRAINING, dry_run, gpu_memory, instead)
+    config = _checked(
+        parsed, RunConfig, TRAINING, dry_run=dry_run, gpu_memory=gpu_memory, instead_of_nodes=instead
+    )
     if config is None:
         return None
     if config.resume is not None and (finished := finished_line(config)):
@@ -159,7 +161,7 @@ def sft(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> Path | None:
     parsed = parse_config(config_path, overrides)
-    config = _checked(parsed, SftConfig, WARM_START, dry_run, gpu_memory)
+    config = _checked(parsed, SftConfig, WARM_START, dry_run=dry_run, gpu_memory=gpu_memory)
     if config is None:
         return None
     folder = new_run(config, config.name)
@@ -176,7 +178,7 @@ def evaluate(
     if (config_path / "config.yaml").is_file():
         config_path, overrides = _trained_model(existing_run(config_path), overrides)
     parsed = parse_config(config_path, overrides)
-    config = _checked(parsed, RunConfig, EVALUATION, dry_run, gpu_memory)
+    config = _checked(parsed, RunConfig, EVALUATION, dry_run=dry_run, gpu_memory=gpu_memory)
     if config is None:
         return None
     from rollout.sampling.messages import SamplingError
@@ -263,6 +265,7 @@ def _checked(
     parsed: ParsedConfig,
     kind: type[Config],
     roles: Sequence[str],
+    *,
     dry_run: bool,
     gpu_memory: float | None,
     instead_of_nodes: str | None = "set launch.nodes=null",

@@ -165,11 +165,12 @@ class Sweep:
         for cell in cells:
             told, folder = False, self.run_folder(cell.name)
             while folder is not None and (folder.holders() or living_roles(folder)):
-                cell_text = f"{cell.name}, which still runs in {folder.path}"
+                runs = f"still runs in {folder.path}"
                 if not told:
-                    print(f"waiting for the end of {cell_text}", flush=True)
+                    print(f"waiting for the end of {cell.name}, which {runs}", flush=True)
                 if time.monotonic() > deadline:
-                    raise RoleFailed(f"{cell_text}: end it by `{tandem_command('stop', folder.path)}`")
+                    end = tandem_command("stop", folder.path)
+                    raise RoleFailed(f"{cell.name} {runs}; end it by `{end}`")
                 told = True
                 time.sleep(POLL_S)
 

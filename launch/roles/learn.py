@@ -43,6 +43,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     with imported_for_good():
         import torch.distributed as dist
 
+        import trainer.loop  # noqa: F401 (imports nearly all that a rank needs)
         from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
     rank = int(os.environ.get("RANK", "0"))
     listener = StopListener(folder, is_first_rank=rank == 0)

@@ -136,8 +136,10 @@ class SeveralNodes(_Rendezvous):
     def _open(self) -> dist.TCPStore:
         # A store listens on every interface, unless it gets a socket that already listens.
         number = self._listen().detach() if self._is_host else None
-        where = (self._host, self._port, None, self._is_host, self._timeout)
-        return dist.TCPStore(*where, wait_for_workers=False, master_listen_fd=number)
+        host, port, is_host, timeout = self._host, self._port, self._is_host, self._timeout
+        return dist.TCPStore(
+            host, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=number
+        )
 
     def _listen(self) -> socket.socket:
         try:

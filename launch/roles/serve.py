@@ -88,11 +88,11 @@ def watch(
     while not stop.wait(0.5):
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
-            replaced = (
-                "another start of this run has replaced this role" if is_superseded(folder, name) else ""
-            )
-            if over := replaced or ("this start of the run has ended" if is_over() else ""):
-                print(f"{over}: its servers end", flush=True)
+            if is_superseded(folder, name):
+                print("another start of this run has replaced this role: its servers end", flush=True)
+                return
+            if is_over():
+                print("this start of the run has ended: its servers end", flush=True)
                 return
             if hung := fleet.kill_hung():
                 print(f"SGLang replicas {hung} stopped answering, and were killed", flush=True)

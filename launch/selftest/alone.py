@@ -174,8 +174,9 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     learner = Learner.of_policy_alone(config)
     kept = KeptBytes(p for chunk in learner.engine.chunks for p in chunk.parameters())
     with kept.watch():
-        loss_fn = lambda batch, logprobs_T, entropy_T: (logprobs_T.sum(), None)  # noqa: E731
-        learner.engine.update([batch], loss_fn, temperature=1.0)
+        learner.engine.update(
+            [batch], lambda b, logprobs_T, entropy_T: (logprobs_T.sum(), None), temperature=1.0
+        )
     held = lasting_bytes(learner.engine) | {"activations": kept.peak}
     plan = {name: getattr(planned, name) for name in held}
     for name, size in held.items():

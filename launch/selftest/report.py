@@ -10,7 +10,6 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from getpass import getuser
 from pathlib import Path
@@ -136,9 +135,16 @@ def write(folder: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: f
 
 
 def _content(one: Outcome) -> dict[str, Any]:
-    content: dict[str, Any] = asdict(one) | {"seconds": round(one.seconds, 1)}
-    check = content.pop("check")
-    return {"name": check["name"], "proves": check["proves"], **content}
+    return {
+        "name": one.check.name,
+        "proves": one.check.proves,
+        "result": one.result,
+        "seconds": round(one.seconds, 1),
+        "text": one.text,
+        "figures": dict(one.figures),
+        "fix": one.fix,
+        "details": one.details,
+    }
 
 
 def _shown(value: Any) -> str:

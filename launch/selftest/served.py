@@ -234,14 +234,23 @@ async def _sample(config: RunConfig, urls: list[str], key: RunKey) -> tuple[Samp
     """Samples of the fixed prompts, and the server's own log-probs of them by a prefill. N"""
     vocab_size, settings = read_hf_config(config.model.path)["vocab_size"], config.rollout
     prompts = fixed_prompts(vocab_size)
-    limits: dict[str, Any] = {
-        "max_concurrency": settings.max_concurrency,
-        "timeout_s": settings.request_timeout_s,
-    }
-    draw: dict[str, Any] = {"max_new_tokens": PROBE_TOKENS, "temperature": 1.0, "stop_token_ids": []}
-    async with SGLangClient(urls, key=key, max_retries=0, **limits) as client:
-        seeds = range(SAMPLES_PER_PROMPT)
-        groups = [await client.generate_group(prompt, seeds=seeds, **draw) for prompt in prompts]
+    async with SGLangClient(
+        urls,
+        key=key,
+        max_concurrency=settings.max_concurrency,
+        timeout_s=settings.request_timeout_s,
+        max_retries=0,
+    ) as client:
+        groups = [
+            await client.generate_group(
+                prompt,
+                max_new_tokens=PROBE_TOKENS,
+                temperature=1.0,
+                stop_token_ids=[],
+                seeds=range(SAMPLES_PER_PROMPT),
+            )
+            for prompt in prompts
+        ]
     sampled = join_groups(prompts, groups)
     prefilled = await prefill_logprobs(
         urls[0], sampled.sequences(), sampled.response_lengths_R.tolist(), vocab_size=vocab_size, name="samples",

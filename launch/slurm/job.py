@@ -138,8 +138,8 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
         states = ask_squeue(other, "%T", cluster=cluster, patience_s=patience_s).split()
     except RuntimeError as error:
         what = f"job {other} had {folder.path} last, and Slurm does not say whether it still runs ({error})"
-        where = f"where `squeue --jobs={other}` answers"
-        where = f"on {cluster}" if isinstance(error, OtherCluster) else where
+        elsewhere = isinstance(error, OtherCluster)
+        where = f"on {cluster}" if elsewhere else f"where `squeue --jobs={other}` answers"
         fix = f"try again {where}, or remove {folder.job} if the job has ended"
         raise RuntimeError(f"{what}; {fix}") from error
     return other if set(states) - OVER else None

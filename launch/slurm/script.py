@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from configs.schema import RunConfig
@@ -203,9 +202,10 @@ def _run_command(command: Sequence[str], text: str | None = None) -> subprocess.
     """The command without requests of the environment that an outer job has made."""
     asked = {f"{prefix}_{name}" for prefix in ("SLURM", "SBATCH") for name in ASKED_OF_SLURM}
     env = {name: value for name, value in os.environ.items() if name not in asked}
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S)
     try:
-        return run(command, input=text, env=env)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, input=text, env=env
+        )
     except subprocess.TimeoutExpired:
         error = f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s"
         look = "see whether Slurm's controller is up (`scontrol ping`), and whether it accepted a job (`squeue --me`)"

@@ -137,8 +137,9 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     timeout_s = config.launch.start_timeout_s
     names, began = serve_roles(config), time.monotonic()
     with progress_printer("  waiting for SGLang", still="waiting for SGLang") as show:
-        alive = lambda: show(time.monotonic() - began)  # noqa: E731
-        urls = wait_for_servers(folder, names, timeout_s=timeout_s, alive=alive)
+        urls = wait_for_servers(
+            folder, names, timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
+        )
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))

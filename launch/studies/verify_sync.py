@@ -154,10 +154,9 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     _check_that_it_can_fail(original, reference)
     findings = []
     for text in texts:
-        answers = {tp: transferred[text, tp] for tp in tps}
         served = {
-            tp: [part for one in ones for part in differences(one, reference[tp])]
-            for tp, ones in answers.items()
+            tp: [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
+            for tp in tps
         }
         findings.append(Finding(layout=text, export=exports[text], served=served))
     print(f"\n{table(findings, tps)}", flush=True)
