@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 from rollout.records import Completion
@@ -43,7 +43,9 @@ class ClientStats:
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
         return ClientStats(
-            **{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)}
+            requests=self.requests - earlier.requests,
+            retries=self.retries - earlier.retries,
+            idle_s=self.idle_s - earlier.idle_s,
         )
 
 

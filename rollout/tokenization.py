@@ -351,7 +351,7 @@ def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
     Supervised training ends an answer with the first. All of them stop sampling. Chat models often end a turn with
     a token that is not the tokenizer's own, and name it only in generation_config.json.
 
-    Raises ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
+    Raises ValueError: a file holds no JSON object, an id is not an integer, or no id is given anywhere.
     """
     own_ids = [] if tokenizer.eos_token_id is None else [int(cast("int", tokenizer.eos_token_id))]
     config_files = (Path(model_dir) / name for name in ("generation_config.json", "config.json"))

@@ -59,15 +59,16 @@ def call_problem(
     settings: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Why the function cannot be called with the arguments ``given``, those of ``further`` that are
-    parameters of it, and its settings (None: it can have none). None: it can be."""
-    settings, has_settings = settings or {}, settings is not None
-    if taken := sorted(settings.keys() & {*given, *further}):
+    parameters of it, and its settings. None: it can be called. ``settings``: None for a kind of function that
+    has no settings in the config."""
+    passed = settings or {}
+    if taken := sorted(passed.keys() & {*given, *further}):
         return f"settings hold {', '.join(taken)}, which Tandem itself passes; rename it"
-    asked = dict.fromkeys(further_parameters(function, further))
     try:
-        inspect.signature(function).bind(*given, **asked, **settings)
+        asked = dict.fromkeys(further_parameters(function, further))
+        inspect.signature(function).bind(*given, **asked, **passed)
     except TypeError as error:
-        also = f" and its settings ({', '.join(settings) or 'none'})" if has_settings else ""
+        also = "" if settings is None else f" and its settings ({', '.join(settings) or 'none'})"
         return f"it must take ({', '.join(given)}){also}, and may take {', '.join(further)}: {error}"
     except ValueError:  # some C functions have no signature; the first call checks them
         pass

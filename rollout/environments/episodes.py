@@ -164,13 +164,13 @@ class Episodes:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
         except ENDS_THE_RUN:
             raise
-        except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
-            if isinstance(error, TimeoutError) and deadline.expired():
-                return self._late()
-            task = asyncio.current_task()
-            # Otherwise the environment has cancelled one of its own tasks.
-            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+        except TimeoutError as error:
+            return self._late() if deadline.expired() else _failed(error)
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
+            return _failed(error)  # the environment has cancelled one of its own tasks
+        except Exception as error:  # the user's code may raise anything
             return _failed(error)
         if not any(sequence.turns for sequence in context.sequences()):
             error = "the episode ended before the policy's first turn"

@@ -276,17 +276,22 @@ class ChatRenderer:
     def _checked_replies(self) -> dict[str, list[Message]]:
         """What may follow the assistant's turn, by role. Raises ValueError if a needed role may not."""
         self._check_reply("user", REPLIES["user"])
-        problems = []
-        for self._tool_calls_needed in (False, True):
-            try:
-                self._check_reply("tool", REPLIES["tool"])
-                return dict(REPLIES)
-            except ValueError as error:
-                problems.append(error)
-        self._tool_calls_needed = False
-        if self._tools:
-            raise problems[0]
-        return {"user": REPLIES["user"]}
+        try:
+            self._check_reply("tool", REPLIES["tool"])
+        except ValueError:
+            if not self._accepts_tools_after_calls():
+                if self._tools:
+                    raise
+                return {"user": REPLIES["user"]}
+        return dict(REPLIES)
+
+    def _accepts_tools_after_calls(self) -> bool:
+        self._tool_calls_needed = True
+        try:
+            self._check_reply("tool", REPLIES["tool"])
+        except ValueError:
+            self._tool_calls_needed = False
+        return self._tool_calls_needed
 
     def _check_reply(self, role: str, reply: Sequence[Message]) -> None:
         try:

@@ -112,17 +112,17 @@ def run_test(job, test, folder):
         source = f"{source}\n\n{test['code']}\n\n__import__('os').write(1, {proof.encode()!r})\n"
     with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
         file.write(source)
-    outcome, printed, *ending = run_program(
+    outcome, printed, code, told, said = run_program(
         job, folder, test.get("input", ""), SPARE_OUTPUT + 2 * len(expected)
     )
     if outcome is not None:
         return outcome, None
-    error = why_not_started(job, *ending)
+    error = why_not_started(job, code, told, said)
     if error is not None:
         return None, error
     text = printed.decode(errors="replace")
     is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
-    return "passed" if ending[0] == 0 and is_right else "failed", None
+    return "passed" if code == 0 and is_right else "failed", None
 
 
 def run_program(job, folder, given, most_output):

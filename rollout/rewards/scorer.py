@@ -11,7 +11,7 @@ import asyncio
 import importlib.util
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -70,7 +70,7 @@ def check_reward(
 
             key_of(part.api_key_variable, name)
         if part.type == "function":
-            _check_function(name, part, partial(sample, source and source[1]), tell)
+            _check_function(name, part, partial(sample, None if source is None else source[1]), tell)
         elif part.type == "code":
             tell(f"{name}: programs run {SANDBOXES[asyncio.run(choose_sandbox(part, name))]}")
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
@@ -145,17 +145,17 @@ class Scorer:
         self._config, self._max_new_tokens = config, max_new_tokens
         self._names: dict[Any, str] = config.names if isinstance(config, RewardByField) else {}
         """By source."""
-        self._parts: dict[str, RewardPart] = {}
-        self._fields: dict[str | None, list[str]] = {}
-        """The parts of each source's reward; None: of the reward of all prompts."""
+        self._parts: dict[str | None, dict[str, RewardPart]] = {}
+        """By source, and by field; source None: the reward of all prompts. The field alone does not tell sources
+        apart, because their names may have dots."""
         for field, part, source in rewards_in(config):
-            self._parts[field] = part
-            self._fields.setdefault(source and source[1], []).append(field)
-        self._deciding = {source: self._deciding_of(fields) for source, fields in self._fields.items()}
+            self._parts.setdefault(None if source is None else source[1], {})[field] = part
+        self._deciding = {source: _deciding_of(parts) for source, parts in self._parts.items()}
         # The sources share the default number of processes.
-        default = default_num_workers(len(os.sched_getaffinity(0))) // len(self._fields)
+        default = default_num_workers(len(os.sched_getaffinity(0))) // len(self._parts)
         self._num_workers = num_workers or max(1, default)
-        self._rewards: dict[str, _Reward] = {}
+        self._rewards: dict[str | None, list[_Reward]] = {}
+        """The rewards of ``_parts``."""
         self._models: list[ServedReward] = []
         self._exits = AsyncExitStack()
         self._num_errors = 0
@@ -169,12 +169,6 @@ class Scorer:
             return None
         return source_of(prompt.row, self._config.field, partial(known_source, self._config))
 
-    def _deciding_of(self, fields: Sequence[str]) -> str:
-        """The first part that checks the answer decides whether a response is correct. Without one the first
-        model or judge decides."""
-        candidates = [field for field in fields if self._parts[field].type != "overlong"]
-        return min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
-
     @property
     def retries(self) -> int:
         """Requests to reward models and judges that failed and were repeated, so far."""
@@ -182,8 +176,10 @@ class Scorer:
 
     async def __aenter__(self) -> "Scorer":
         async with AsyncExitStack() as exits:
-            for field, part in self._parts.items():
-                self._rewards[field] = await self._make_reward(field, part, exits)
+            for source, parts in self._parts.items():
+                self._rewards[source] = [
+                    await self._make_reward(field, part, exits) for field, part in parts.items()
+                ]
             self._exits = exits.pop_all()
         return self
 
@@ -253,7 +249,7 @@ class Scorer:
             CancelledError: the scorer was closed meanwhile.
         """
         source = self._source(prompt)
-        fields = self._fields[source]
+        parts = self._parts[source]
         job = Job(
             prompt_text=prompt.text,
             response_text=response_text,
@@ -263,23 +259,23 @@ class Scorer:
             finish_reason=finish_reason.value,
         )
         with span("reward", family="rewards"):
-            under_way = [self._rewards[field](prompt, job) for field in fields]
+            under_way = [reward(prompt, job) for reward in self._rewards[source]]
             # gather makes a task for each part, which costs more than most rewards.
             results = await asyncio.gather(*under_way) if len(under_way) > 1 else [await under_way[0]]
-        scores = dict(zip(fields, results, strict=True))
+        scores = dict(zip(parts, results, strict=True))
         for field, score in scores.items():
             if score.error is not None:
-                scores[field] = self._report_failure(score, field, prompt)
+                scores[field] = self._report_failure(score, parts[field], prompt)
         errors = [score.error for score in scores.values() if score.error is not None]
         deciding = scores[self._deciding[source]]
-        value = sum(self._parts[field].weight * score.value for field, score in scores.items())
-        parts = self._named_parts(source, scores)
+        value = sum(parts[field].weight * score.value for field, score in scores.items())
+        named = self._named_parts(source, scores)
         if (name := self._names.get(source)) is not None:
             of_source = {} if errors else {name: value}
-            parts = of_source | {f"{name}/{part}": number for part, number in parts.items()}
+            named = of_source | {f"{name}/{part}": number for part, number in named.items()}
         return Score(
             value=value,
-            parts=parts,
+            parts=named,
             correct=deciding.error is None and deciding.value >= 1.0,
             error="; ".join(errors) or None,
         )
@@ -297,8 +293,7 @@ class Scorer:
             named |= {f"{name}/{own}": value for own, value in score.parts.items()}
         return named
 
-    def _report_failure(self, score: Score, field: str, prompt: Prompt) -> Score:
-        part = self._parts[field]
+    def _report_failure(self, score: Score, part: RewardPart, prompt: Prompt) -> Score:
         name = part.function if part.type == "function" else part.type
         score = replace(score, error=f"reward {name} failed for prompt {prompt.prompt_id}: {score.error}")
         self._num_errors += 1
@@ -306,6 +301,13 @@ class Scorer:
             last = " (further failures are only counted)" if self._num_errors == MAX_LOGGED_ERRORS else ""
             logger.warning("%s; not scored%s", score.error, last)
         return score
+
+
+def _deciding_of(parts: Mapping[str, RewardPart]) -> str:
+    """The first part that checks the answer decides whether a response is correct. Without one the first model
+    or judge decides."""
+    candidates = [field for field, part in parts.items() if part.type != "overlong"]
+    return min(candidates, key=lambda field: parts[field].type in ("model", "judge"))
 
 
 def _inline_reward(function: Callable[[Job], Score]) -> _Reward:

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -252,7 +252,16 @@ class GroupSampler:
             if temperature != self._evaluation.temperature:
                 prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}, at temperature {temperature:g}")
             kept[number] = _make_group(number, prompt, samples)
-        return [Graded(*map(partial(getattr, sample), Graded._fields)) for sample in samples]
+        return [
+            Graded(
+                reward=sample.reward,
+                correct=sample.correct,
+                error=sample.error,
+                num_sampled=sample.num_sampled,
+                is_truncated=sample.is_truncated,
+            )
+            for sample in samples
+        ]
 
     def _summarise_sources(
         self, prompts: Sequence[Prompt], answers: "Sequence[Sequence[Graded]]"

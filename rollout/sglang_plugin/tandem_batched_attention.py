@@ -268,6 +268,9 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
     ValueError if it would have to leave an attention to SGLang's own code."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    backend = type("BatchedAttention", (Batched, TorchNativeAttnBackend), {})(runner)
+    class BatchedAttention(Batched, TorchNativeAttnBackend):
+        pass
+
+    backend = BatchedAttention(runner)
     backend.softmax_of = softmax_of
     return backend

@@ -100,6 +100,7 @@ class LazyPrompts(Sequence[Prompt]):
         return self._of([item for index, item in enumerate(self._items) if index not in indices])
 
     def problems(self) -> Iterator[Problem]:
+        """All in order, without tokenising any."""
         return map(self._to_problem, self._items)
 
     def _of(self, items: Sequence) -> "LazyPrompts":

@@ -1,7 +1,5 @@
 """The table of bytes against tokenizers' own decoder."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -125,9 +123,12 @@ def test_a_cleaning_that_transformers_leaves_out_keeps_the_table(monkeypatch):
 
 
 def test_responses_are_decoded_by_the_table_without_their_end_token(monkeypatch):
-    texts = Texts(tokenizer=PLAIN, end_token_ids=frozenset([PLAIN.eos_token_id]), vocab_size=NUM_IDS)
+    texts, endless = (
+        Texts(tokenizer=PLAIN, end_token_ids=frozenset(ends), vocab_size=NUM_IDS)
+        for ends in ([PLAIN.eos_token_id], [])
+    )
     monkeypatch.setattr(PLAIN, "decode", None)
     ids = PLAIN.encode("4 m²<|im_end|> 5<|im_end|>")
     assert texts.decode(array(ids)) == "4 m²<|im_end|> 5"
     assert texts.decode(array([])) == texts.decode(array(ids[-1:])) == ""
-    assert replace(texts, end_token_ids=frozenset()).decode(array(ids)) == "4 m²<|im_end|> 5<|im_end|>"
+    assert endless.decode(array(ids)) == "4 m²<|im_end|> 5<|im_end|>"

@@ -31,9 +31,9 @@ def prompt(source: object) -> Prompt:
     return Prompt(prompt_id="p", token_ids=[1], text="?", reference=reference, row=row)
 
 
-def scored(*samples: tuple[object, str, int]) -> list[Score]:
+def scored(*samples: tuple[object, str, int], config: RewardByField = CONFIG) -> list[Score]:
     async def collect() -> list[Score]:
-        async with Scorer(CONFIG, max_new_tokens=8) as scorer:
+        async with Scorer(config, max_new_tokens=8) as scorer:
             return [
                 await scorer.score(prompt(source), text, num_tokens=n, finish_reason=FinishReason.STOP)
                 for source, text, n in samples
@@ -59,6 +59,16 @@ def test_each_source_has_its_reward_and_a_part_of_its_name():
     }
     assert short == Score(value=0.75, parts=parts, correct=True)
     assert number == Score(value=1.0, parts={"7": 1.0, "7/valid": 1.0}, correct=True)
+
+
+def test_a_source_may_be_named_like_a_part_of_another_one(monkeypatch):
+    monkeypatch.setitem(REFERENCE, "a.parts.right", "6 2=8")
+    parts = {"right": {"type": "gsm8k"}, "long": OVERLONG}
+    rewards = {"a": {"type": "weighted", "parts": parts}, "a.parts.right": {"type": "countdown"}}
+    config = RewardByField(type="by_field", field="extra.source", rewards=rewards)
+    weighted, single = scored(("a", "#### 12", 3), ("a.parts.right", "6+2", 3), config=config)
+    assert (weighted.value, weighted.correct, weighted.error) == (1.0, True, None)
+    assert (single.value, single.correct, single.error) == (1.0, True, None)
 
 
 def test_a_reward_that_fails_has_no_part_of_its_source(monkeypatch):

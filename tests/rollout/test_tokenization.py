@@ -453,7 +453,12 @@ def test_end_tokens_come_from_everywhere(folder, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [('{"eos_token_id": "x"}', "must be an integer"), ("{", "not valid JSON")]
+    ("content", "message"),
+    [
+        ('{"eos_token_id": "x"}', "must be an integer"),
+        ("{", "not valid JSON"),
+        ("[]", "holds a list, not an"),
+    ],
 )
 def test_broken_end_tokens_are_named(tokenizer, tmp_path, content, message):
     (tmp_path / "generation_config.json").write_text(content)

@@ -155,8 +155,8 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
         samples=samples,
         evaluation_samples=samples,
         scorer=scorer,
-        config=config,
         order=lambda epoch: epoch_order(len(train), seed=config.seed, epoch=epoch),
+        config=config,
     )
     sampler.script = script
     addresses, ready = [], threading.Event()
