@@ -210,7 +210,8 @@ class Engine(ABC):
 
     def _offload_state(self, config: OptimizerConfig) -> None:
         if config.offload:
-            self._offloaded_state = Offloaded(own_tensors(self._optimizer, self._parameters()))
+            with span("offload the optimizer's state"):
+                self._offloaded_state = Offloaded(own_tensors(self._optimizer, self._parameters()))
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for chunk in self.chunks for p in chunk.parameters())
@@ -225,8 +226,7 @@ class Engine(ABC):
         try:
             yield
         finally:
-            with span("offload the optimizer's state"):
-                self._offload_state(self._training.optimizer)
+            self._offload_state(self._training.optimizer)
 
     def _scores(self, microbatches: Sequence[PackedBatch], forward: Forward) -> list[Tensor]:
         """See ``Schedule.scores``."""

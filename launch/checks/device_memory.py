@@ -104,12 +104,13 @@ def memory_problems(config: AnyConfig, device: Device, runs: Sequence[str]) -> I
         yield "layout", f"{error}; {_learner_fix(config, device)}"
     if need.server is not None and isinstance(config, RunConfig):
         yield from _server_findings(config, device, need.server)
-        # Both models are in memory while weights are sent; otherwise one side has the GPU to itself.
+        # Both models are in memory while weights are sent or a checkpoint is written; otherwise one side has the GPU to itself.
         learner, size = need.learner if config.launch.takes_turns else None, memory.size_text
         if learner is not None and both_bytes(learner, need.server) > device.bytes:
-            held = f"a learner rank holds {size(learner.lasting + learner.transfer)}"
+            held = f"a learner rank holds {size(learner.beside_servers)}"
             both = f"{held}, beside {size(need.server.weights)} of weights of a server rank"
-            error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
+            when = "while weights are sent or a checkpoint is written"
+            error = f"launch.placement=colocated: {when} {both}, more than the {device.text}"
             yield "launch.placement", f"{error}; set launch.placement=separate, or split both models further"
 
 

@@ -11,7 +11,15 @@ from configs.schema.layout import layout_text
 from launch.commands.plan import Found
 from parallel.planning.architecture import architecture_of
 from parallel.planning.measured import by_rule
-from parallel.planning.memory import GIB, OF_AN_UPDATE, USABLE_SHARE, LearnerMemory, learner_memory, size_text
+from parallel.planning.memory import (
+    BESIDE_SERVERS,
+    GIB,
+    OF_AN_UPDATE,
+    USABLE_SHARE,
+    LearnerMemory,
+    learner_memory,
+    size_text,
+)
 from parallel.planning.other_models import work_of_run
 from parallel.planning.planner import Cluster, Plan
 from parallel.planning.reasons import reasons
@@ -131,9 +139,8 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     cache = server.kv_cache + server.states
     rows.append(("a server's rank", {"weights": server.weights, "cache": cache, "reserved": server.reserved}))
     if pair.both_free is not None:
-        items = pair.learner_memory.items().items()
-        lasting = {name: size for name, size in items if name not in (*OF_AN_UPDATE, "optimizer_step")}
-        rows.append(("both, while weights are sent", lasting | {"weights": server.weights}))
+        learner = pair.learner_memory.at_peak(BESIDE_SERVERS)
+        rows.append(("both, while weights are sent", learner | {"weights": server.weights}))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):
         left = 0.0

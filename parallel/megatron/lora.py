@@ -121,9 +121,14 @@ class LoraLinear(nn.Module):
         plain: Any = super()
         assert metadata is not None
         state = plain.sharded_state_dict(prefix, sharded_offsets, metadata)
-        own, split = {A: self.lora_a, B: self.lora_b}, dict(self.split_axes)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        mine = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets, **groups)
+        mine = make_sharded_tensors_for_checkpoint(
+            {A: self.lora_a, B: self.lora_b},
+            prefix,
+            dict(self.split_axes),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
         if self._is_gated:
             mine[f"{prefix}{B}"] = apply_swiglu_sharded_factory(
                 mine[f"{prefix}{B}"], sharded_offsets, metadata.get("singleton_local_shards", False)
@@ -165,7 +170,7 @@ class _WithGradientTo(torch.autograd.Function):
         return grad, grad * ctx.scale, None
 
 
-def with_adapter(linear: type | ModuleSpec, lora: Lora, *, is_gated: bool) -> ModuleSpec:
+def with_adapter(linear: type | ModuleSpec, lora: Lora, *, is_gated: bool = False) -> ModuleSpec:
     """The specification of a layer with an adapter. linear: Megatron's column- or row-parallel class, one derived from
     it, or the specification of one."""
     params, plain = {}, linear
@@ -180,12 +185,18 @@ def with_adapter(linear: type | ModuleSpec, lora: Lora, *, is_gated: bool) -> Mo
 def add_adapters(layer: ModuleSpec, lora: Lora, *, has_experts: bool) -> None:
     """Put adapters into the specification of a transformer layer. has_experts: its MLP gets none."""
     parts: Any = layer.submodules
-    targets = [name for name in lora.config.targets if name in ("qkv", "proj") or not has_experts]
-    for target in targets:
-        part = parts.self_attention if target in ("qkv", "proj") else parts.mlp
-        name = f"linear_{target}"
-        adapted = with_adapter(getattr(part.submodules, name), lora, is_gated=target == "fc1")
-        setattr(part.submodules, name, adapted)
+    targets = lora.config.targets
+    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    if "qkv" in targets:
+        attention.linear_qkv = with_adapter(attention.linear_qkv, lora)
+    if "proj" in targets:
+        attention.linear_proj = with_adapter(attention.linear_proj, lora)
+    if has_experts:
+        return
+    if "fc1" in targets:
+        mlp.linear_fc1 = with_adapter(mlp.linear_fc1, lora, is_gated=True)
+    if "fc2" in targets:
+        mlp.linear_fc2 = with_adapter(mlp.linear_fc2, lora)
 
 
 def is_adapter(name: str) -> bool:

@@ -11,7 +11,7 @@ torch's (``tests/parallel/planning/test_memory.py``); CUDA's follow from the sam
 that the CUDA kernels save.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from configs.schema.layout import LayoutConfig
@@ -38,6 +38,9 @@ OF_AN_UPDATE = ("activations", "logits", "kept_ids", "pipeline")
 """Items of the forward and backward passes of an update."""
 MOMENTS = (OF_AN_UPDATE, ("optimizer_step",), ("transfer",))
 """Items that are in memory at one moment of a step each, and never at two."""
+BESIDE_SERVERS = MOMENTS[1:]
+"""Those that may be there beside the weights of servers on the same device: weights are sent, or a checkpoint is written, for
+which an offloaded state comes back."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for the items of this file."""
 
@@ -73,12 +76,17 @@ class LearnerMemory:
         weights are sent."""
         return self.lasting + max(map(self._together, MOMENTS))
 
+    @property
+    def beside_servers(self) -> int:
+        """Bytes at the worst moment of ``BESIDE_SERVERS``."""
+        return self.lasting + max(map(self._together, BESIDE_SERVERS))
+
     def _together(self, names: Iterable[str]) -> int:
         return sum(getattr(self, name) for name in names)
 
-    def at_peak(self) -> dict[str, int]:
-        """The items that are in memory at the worst moment: they sum to ``total``."""
-        there = max(MOMENTS, key=self._together)
+    def at_peak(self, moments: Sequence[Sequence[str]] = MOMENTS) -> dict[str, int]:
+        """The items that are in memory at the worst of ``moments``: of all, they sum to ``total``."""
+        there = max(moments, key=self._together)
         gone = {name for names in MOMENTS if names != there for name in names}
         return {name: size for name, size in self.items().items() if name not in gone}
 

@@ -17,7 +17,8 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
 4. bytes that a learner rank sends per step (``Traffic``).
 
 Turns have three memory limits: the learner's while it trains, a server's while it samples, and that of both while weights
-are sent, when the learner's lasting parts and transfer stand beside the weights of a server rank (``both_bytes``).
+are sent or a checkpoint is written, when the learner's lasting parts and transfer, or its offloaded optimizer's state, stand
+beside the weights of a server rank (``both_bytes``).
 
 vpp is always 1: interleaving costs memory and traffic for a shorter bubble.
 cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
@@ -106,8 +107,8 @@ class Plan:
     """Responses at full length for which a server's cache has room."""
     traffic: Traffic
     both_free: float | None = None
-    """Share of a GPU that both sides leave free while weights are sent, where they take turns on it. None: GPUs of their
-    own."""
+    """Share of a GPU that both sides leave free while weights are sent or a checkpoint is written, where they take turns on it.
+    None: GPUs of their own."""
     time: StepTime | None = None
     """None without a description of the hardware."""
 
@@ -298,10 +299,8 @@ class _Search:
         rollout, gpu_bytes = self.config.rollout, self.cluster.gpu_bytes
         at_once = min(rollout.prompts_per_step * rollout.group_size, rollout.max_concurrency)
         in_flight = -(-at_once // replicas)
-        pair, used = (
-            (layout.tp, layout.sp, tp),
-            in_flight * rollout.max_new_tokens * server.kv_bytes_per_token,
-        )
+        pair = (layout.tp, layout.sp, tp)
+        used = in_flight * rollout.max_new_tokens * server.kv_bytes_per_token
         free = (server.kv_cache - used) / gpu_bytes
         return Plan(
             learner=layout,

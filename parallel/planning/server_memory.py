@@ -103,9 +103,9 @@ def static_share(config: RunConfig) -> float | None:
 
 
 def both_bytes(learner: LearnerMemory, server: RolloutMemory) -> int:
-    """Bytes on a GPU that learner and servers share, while weights are sent: nothing is sampled and nothing is trained, so
-    that neither cache nor activations are there (``trainer/turns.py``)."""
-    return learner.lasting + learner.transfer + server.weights
+    """Bytes on a GPU that learner and servers share, while weights are sent or a checkpoint is written: nothing is sampled and
+    nothing is trained, so that neither cache nor activations are there (``trainer/turns.py``)."""
+    return learner.beside_servers + server.weights
 
 
 def _kv_heads(a: Architecture, t: int) -> int:

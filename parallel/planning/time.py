@@ -154,10 +154,8 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
         )
     if config.skips_zero_gradients:
         said.append("every group has signal: none is spared its backward pass (learner.skip_zero_gradients)")
-    if config.learner.optimizer.offload:
-        said.append(
-            "the optimizer's state gets to the device and back in no time (learner.optimizer.offload)"
-        )
+    if config.learner.optimizer.offload or (config.critic is not None and config.critic.optimizer.offload):
+        said.append("an optimizer's state gets to the device and back in no time (optimizer.offload)")
     if config.launch.takes_turns:
         said.append(
             "learner and servers take turns; moving the learner to host memory and back at every step takes no time, and weights go "

@@ -26,7 +26,8 @@ class Work:
     recompute: Literal["none", "full"]
     distributed_optimizer: bool
     offloads_optimizer: bool = False
-    """Whether the optimizer's state is on the device only during a step."""
+    """Whether the optimizer's state is on the device only during a step. (Without GPUs the host's memory is the device's: it
+    always counts.)"""
     num_microbatches: int | None = None
     """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
     lora: LoraConfig | None = None
@@ -82,7 +83,7 @@ def work_of(
         chunk_tokens=config.learner.logprob_chunk_tokens if is_rl else config.logprob_chunk_tokens,
         recompute=config.learner.recompute if is_rl else "none",
         distributed_optimizer=optimizer.distributed,
-        offloads_optimizer=optimizer.offload,
+        offloads_optimizer=device == "cuda" and optimizer.offload,
         lora=config.learner.lora if is_rl else None,
         freeze_router=is_rl and config.learner.freeze_router,
         kept_ids=config.rollout.top_k if is_rl and config.rollout.is_truncated else 0,
@@ -94,7 +95,7 @@ def work_of(
         critic=critic,
         critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
         critic_distributed=of_critic is None or of_critic.optimizer.distributed,
-        critic_offloads=of_critic is not None and of_critic.optimizer.offload,
+        critic_offloads=device == "cuda" and of_critic is not None and of_critic.optimizer.offload,
         transfers_weights=is_rl,
         converts_weights=is_rl
         and (

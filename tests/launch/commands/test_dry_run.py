@@ -564,7 +564,9 @@ def test_no_change_is_offered_that_is_refused_for_another_reason(folder, own):
     )
 
 
-def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder):
+@pytest.mark.parametrize("offload", [False, True])
+def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder, offload):
+    """An optimizer's state that was offloaded is beside the servers' weights too, while a checkpoint is written."""
     overrides = [
         "model.path=7b",
         "model.dtype=bfloat16",
@@ -572,11 +574,13 @@ def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(f
         "layout.dp=4",
         "learner.recompute=full",
     ]
-    overrides += ["launch.placement=colocated"]
+    overrides += ["launch.placement=colocated", f"learner.optimizer.offload={str(offload).lower()}"]
     refused = []
     for gib in range(40, 61, 2):
         need = need_of(config(*overrides), gpu(gib), checks.TRAINING)
-        both = need.learner.lasting + need.learner.transfer + need.server.weights
+        assert (need.learner.optimizer_step > need.learner.transfer) == offload
+        moving = max(need.learner.transfer, need.learner.optimizer_step)
+        both = need.learner.lasting + moving + need.server.weights
         found = [field for field, _ in memory_problems(config(*overrides), gpu(gib), checks.TRAINING)]
         assert found == (["launch.placement"] if both > gib * GIB else [])
         refused.append(bool(found))

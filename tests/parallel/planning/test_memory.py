@@ -13,7 +13,15 @@ from configs.schema.run import RunConfig
 from parallel.planning.activations import activation_bytes, layer_activation_bytes, logits_bytes
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import architecture_of, last_stage_layers, read_architecture
-from parallel.planning.memory import GIB, describe, learner_memory, size_text, stage_parameters, worst_stage
+from parallel.planning.memory import (
+    BESIDE_SERVERS,
+    GIB,
+    describe,
+    learner_memory,
+    size_text,
+    stage_parameters,
+    worst_stage,
+)
 from parallel.planning.server_memory import left_by_sglang, rollout_memory
 from parallel.planning.work import Work, in_flight, stage_layers, work_of
 from tests.support.megatron_workers import make_hf_model, run_ranks
@@ -490,19 +498,19 @@ def test_a_critic_counts_by_its_own_model_and_settings():
     # Only the state of the model whose step it is is there, without activations.
     assert found["offloaded"].critic == (2 + 4) * numbers
     assert found["offloaded"].optimizer_step == 12 * -(-numbers // 4) and found["default"].optimizer_step == 0
-    both = work_of(
-        RunConfig.model_validate(
-            fields | {"critic": {"optimizer": {"offload": True}}, "learner": {"optimizer": {"offload": True}}}
-        ),
-        "cuda",
-        large,
+    both = RunConfig.model_validate(
+        fields | {"critic": {"optimizer": {"offload": True}}, "learner": {"optimizer": {"offload": True}}}
     )
-    away = learner_memory(small, layout, both, 0)
+    on_cpu = work_of(both, "cpu", large)  # where it stays in the same memory
+    assert not on_cpu.offloads_optimizer and not on_cpu.critic_offloads
+    away = learner_memory(small, layout, work_of(both, "cuda", large), 0)
     assert away.optimizer == 0 and away.optimizer_step == found["offloaded"].optimizer_step
     for moment in (0, away.transfer, 2 * away.optimizer_step):
         each = replace(away, activations=moment, logits=0, kept_ids=0, pipeline=0)
         assert each.total == sum(each.at_peak().values())
         assert each.total == each.lasting + max(moment, each.optimizer_step, each.transfer)
+        assert each.beside_servers == sum(each.at_peak(BESIDE_SERVERS).values())
+        assert each.beside_servers == each.lasting + max(each.optimizer_step, each.transfer)
     assert found["default"].activations == activation_bytes(large, layout, work, 0)
     assert found["default"].logits == 0 and found["float32"].activations > found["default"].activations
     swapped = learner_memory(large, layout, work_of(RunConfig.model_validate(fields), "cuda", small), 0)
