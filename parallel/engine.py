@@ -82,9 +82,15 @@ class MegatronEngine(Engine):
         self, microbatches: Sequence[PackedBatch], *, temperature: float, dtype: torch.dtype
     ) -> list[tuple[Tensor, Tensor]]:
         """(logprobs_T, experts_TLK) of each micro-batch: as ``logprobs`` with the learner's own choice of experts,
-        and this choice, of every token and layer with experts, on every rank. dtype: of the ids, uint8 or int16."""
+        and this choice, of every token and layer with experts, on every rank.
+
+        dtype: of the ids, uint8 or int16. Raises ValueError for a dense model.
+        """
         experts = self.architecture.experts
-        assert experts is not None  # a dense model has none to record
+        if experts is None:
+            raise ValueError(
+                f"the {self.architecture.model_type} model has no experts to record; use logprobs"
+            )
         shape, device = (sum(experts.is_sparse), experts.experts_per_token), platform.device()
         blank = [
             batch.with_fields(
@@ -127,7 +133,8 @@ class MegatronEngine(Engine):
         float16 model's step may be skipped: see ``UpdateResult``.
 
         All ranks pass the same number of micro-batches, at least one. Raises NonFiniteError on all ranks, with
-        unchanged weights, if a loss, the factor or the gradient's norm is not finite.
+        unchanged weights, if a loss, the factor or the gradient's norm is not finite; ValueError for a frozen
+        engine or without micro-batches.
         """
         replays: list[Replay] = []
         forward = _logprob_forward(temperature, with_entropy=True, replays=replays)
@@ -156,7 +163,7 @@ class MegatronEngine(Engine):
         """The gradient of ``update``, of all parameters as one float32 vector, and the losses' outputs.
 
         For a single process: each of several has only its own part. Nothing is updated. Raises NonFiniteError
-        if the gradient is not finite.
+        if the gradient is not finite, ValueError for a frozen engine or without micro-batches.
         """
         outputs = self._accumulate_gradient(
             microbatches, _logprob_forward(temperature, with_entropy=True), loss_fn

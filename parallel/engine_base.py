@@ -273,7 +273,7 @@ class Engine(ABC):
         forward_only: Sequence[bool] = (),
     ) -> list[Any]:
         """Put the gradient of the summed losses into Megatron's gradient buffers; see ``Schedule.add_gradient``."""
-        self._require_weights("update")
+        self._require_optimizer("update")
         for trained in self._trained:
             trained.train()
             trained.zero_grad_buffer()
@@ -307,6 +307,11 @@ class Engine(ABC):
         self._optimizer.step_with_ready_grads()
         return float(self._optimizer.param_groups[0]["lr"])
 
+    def _require_optimizer(self, action: str) -> None:
+        if self._training is None:
+            raise ValueError(f"{action} needs an optimizer; this engine was built frozen (training=None)")
+        self._require_weights(action)
+
     def _require_weights(self, action: str) -> None:
         """On a GPU the error would be an invalid argument of some kernel."""
         if self._offloaded is not None:
@@ -316,7 +321,7 @@ class Engine(ABC):
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
-        self._require_weights("save")
+        self._require_optimizer("save")
         with self._state_there():
             checkpoint.save(
                 folder,
@@ -329,7 +334,7 @@ class Engine(ABC):
 
     def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random state. Returns the ``extra`` given to ``save``."""
-        self._require_weights("load")
+        self._require_optimizer("load")
         with self._state_there():
             return checkpoint.load(
                 saved,

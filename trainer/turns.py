@@ -85,7 +85,8 @@ class SharedDevices(OwnDevices):
         self._turn = _Turn.BOTH
 
     def give_to_servers(self) -> None:
-        assert self._turn is not _Turn.LEARNERS, "the servers' weights have not been sent"
+        if self._turn is _Turn.LEARNERS:
+            raise ValueError("the servers' weights have not been sent since the learner's turn")
         if self._turn is _Turn.BOTH:
             self._learner.offload()
             self._turn = _Turn.SERVERS

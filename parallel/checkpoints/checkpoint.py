@@ -169,9 +169,13 @@ def save(
     ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. ``adapters`` names the
     model that the chunks' adapters belong to (``base_model.describe``); None for chunks without adapters. Raises
     DiskFull on every rank if any finds no space, CheckpointError if a write fails otherwise; earlier
-    checkpoints stay valid, and no partial one remains.
+    checkpoints stay valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
     """
     folder = Path(folder)
+    try:
+        extra_text = json.dumps(dict(extra), allow_nan=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra of a checkpoint must be JSON: {error}") from error
     temporary = folder.parent / f".{folder.name}.partial"
 
     def prepare(state: dict[str, Any]) -> None:
@@ -190,7 +194,7 @@ def save(
         return records
 
     def finish(hashed: Mapping[str, FileRecord]) -> None:
-        (temporary / EXTRA).write_text(json.dumps(extra))
+        (temporary / EXTRA).write_text(extra_text)
         if adapters is not None:
             (temporary / base_model.ADAPTERS).write_text(json.dumps(adapters, indent=2))
         write_manifest(temporary, world_size=dist.get_world_size(), hashed=hashed)

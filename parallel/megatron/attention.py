@@ -108,9 +108,13 @@ def plan_packing(
 
     Sequences are sorted by length, stably; with ``keep_order`` they keep their order and neighbours of equal
     length form the buckets. Dummy sequences of one token follow until the model's tokens are a multiple of
-    ``multiple``. There is a sequence, and none is empty.
+    ``multiple``. Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
     """
     lengths_S = torch.diff(cu_seqlens.to(torch.int64))
+    if cu_seqlens.numel() < 2 or int(cu_seqlens[0]) != 0 or int(lengths_S.min()) < 1:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 with every sequence at least one token long, got {cu_seqlens.tolist()[:10]}"
+        )
     sorted_S, rows_S = lengths_S, torch.arange(lengths_S.numel())
     if not keep_order:
         sorted_S, rows_S = torch.sort(lengths_S, stable=True)

@@ -42,20 +42,32 @@ class Groups:
 
 
 def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
-    """Build Megatron's process groups once per process. All engines of a process have one layout, and share the first's
-    deadline."""
-    if parallel_state.model_parallel_is_initialized():
+    """Build Megatron's process groups once per process. A second engine must have the same layout, and shares
+    the first's deadline."""
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        )
+        model_parallel_cuda_manual_seed(seed)
         return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=math.ceil(timeout_s / 60),
-    )
-    model_parallel_cuda_manual_seed(seed)
+    running = _running_sizes()
+    asked = {name: getattr(layout, name) for name in running}
+    if asked != running:
+        raise ValueError(
+            f"this process already runs a layout of {_text(running)}; a second engine cannot have {_text(asked)}"
+        )
+
+
+def _text(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def destroy_groups() -> None:
@@ -66,6 +78,17 @@ def destroy_groups() -> None:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+
+
+def _running_sizes() -> dict[str, int]:
+    """The sizes that, with the number of processes, decide Megatron's process groups."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def groups_of_this_process() -> Groups:

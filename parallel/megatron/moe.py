@@ -154,6 +154,8 @@ class Router(TopKRouter):
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weights [T, E] float32, zero where not chosen; chosen [T, E] bool)."""
+        if padding_mask is not None:
+            raise ValueError("packed batches hold no padding: the router takes no padding mask")
         p_TE = self.scores(hidden)
         chosen_by_TE = p_TE.detach() if self.correction_bias is None else p_TE.detach() + self.correction_bias
         chosen_TK = self._within_best_groups(chosen_by_TE).topk(self.topk, -1).indices

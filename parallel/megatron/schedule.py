@@ -73,9 +73,16 @@ class Schedule:
     ) -> list[Any]:
         """Add the gradient of the summed losses to the gradient buffers. Returns the losses' outputs, on every rank.
 
-        ``microbatches``: at least one, and a multiple of ``microbatch_multiple``. ``forward_only``: see
-        ``MegatronEngine.update``. Raises NonFiniteError on all ranks if a loss is not finite.
+        ``forward_only``: see ``MegatronEngine.update``. Raises NonFiniteError on all ranks if a loss is not finite,
+        ValueError for a number of micro-batches that the pipeline cannot take.
         """
+        if not microbatches:
+            raise ValueError("update needs at least one micro-batch on every rank")
+        if len(microbatches) % self._microbatch_multiple:
+            raise ValueError(
+                f"an interleaved pipeline of {self._groups.pp_size} stages updates on a multiple of "
+                f"{self._microbatch_multiple} micro-batches, got {len(microbatches)}; see trainer.batch.plan.plan_batches"
+            )
         losses: list[Tensor] = []
 
         def attach_loss(batch: PackedBatch) -> Callable:
@@ -107,6 +114,10 @@ class Schedule:
         forward_only: Sequence[bool],
     ) -> list:
         """The losses' outputs; those of skipped micro-batches come from a forward pass without backward."""
+        if self._groups.pp_size > 1 or all(forward_only):
+            raise ValueError(
+                "micro-batches are skipped only in a pipeline of one stage, and never all of them"
+            )
         outputs: list = [None] * len(microbatches)
         # Megatron sums gradients over ranks at the end of the pass with backward, so that one comes last.
         for skips in (True, False):

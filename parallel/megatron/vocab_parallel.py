@@ -70,13 +70,42 @@ def linear_logprobs(
     kept: the ids over which each token's softmax, log-prob and entropy are taken, with Z = sum over the kept ids of
     all ranks; None: the full vocabulary. Gradients are the same with p = 0 elsewhere. A target outside its own set
     would have a log-prob of about ``NEVER``, or the least number of the product's dtype.
+
+    Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
     dtype = dtype or hidden_TH.dtype
     settings = _Settings(
         vocab_size, temperature, chunk_tokens, group, with_entropy, dtype, whole_logits, kept
     )
+    _check_inputs(hidden_TH, weight_VH, targets_T, settings)
     logprobs_T, entropy_T = _LinearLogprobs.apply(hidden_TH, weight_VH, targets_T, settings)
     return logprobs_T, entropy_T if with_entropy else None
+
+
+def _check_inputs(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, settings: _Settings) -> None:
+    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H"
+        )
+    if targets_T.shape != hidden_TH.shape[:1]:
+        raise ValueError(f"targets {tuple(targets_T.shape)} must be [T] like hidden {tuple(hidden_TH.shape)}")
+    if not settings.temperature > 0:
+        raise ValueError(f"temperature={settings.temperature} must be above 0")
+    if settings.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={settings.chunk_tokens} must be at least 1")
+    ranks = _group_size(settings.group)
+    if settings.vocab_size > weight_VH.shape[0] * ranks:
+        raise ValueError(
+            f"vocab_size={settings.vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {ranks} ranks"
+        )
+    if settings.kept is not None and settings.kept.num_T.shape != targets_T.shape:
+        raise ValueError(
+            f"kept sets of {settings.kept.num_T.numel()} tokens do not fit {targets_T.numel()} targets; pass one per token"
+        )
+
+
+def _group_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -251,7 +280,7 @@ def _combine_ranks(
 
     The common maximum is subtracted first, so that large logits cost no digits.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if _group_size(group) == 1:
         total_T = maximum_T
     else:
         total_T = maximum_T.clone()

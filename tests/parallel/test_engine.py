@@ -318,6 +318,11 @@ def test_layout_is_checked_against_the_processes(folder):
         make_engine(folder, layout=LayoutConfig(dp=2))
 
 
+def test_an_update_needs_micro_batches(folder):
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        make_engine(folder).update([], weighted_loss, temperature=1.0)
+
+
 def test_optimizer_defaults_build(folder):
     assert OptimizerConfig().distributed  # the configuration that the tests above exercise is the default
     assert make_engine(folder).groups.world_size == 1

@@ -11,8 +11,9 @@ import torch
 from configs.schema.layout import LayoutConfig
 from configs.schema.objective import AggregationConfig
 from configs.schema.run import RunConfig
+from parallel.megatron.groups import join_groups
 from tests.parallel.megatron.test_model import GEMMA_ROPE, OLMO3_ROPE
-from tests.support.layout_workers import OPTIMIZER, work_layout
+from tests.support.layout_workers import OPTIMIZER, build, work_layout
 from tests.support.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
 from tests.support.moe_workers import assert_same_choice, make_moe_model
 from tests.trainer.batch.test_step_batch import make_groups
@@ -346,3 +347,12 @@ def test_a_bad_loss_on_the_last_stage_stops_all(runs):
     ranks = [found[BAD_LOSS] for found in runs.of("pp2")]
     assert all(rank["unchanged"] for rank in ranks)
     assert "another rank" in ranks[0]["message"] and "micro-batches {1: nan} of rank 1" in ranks[1]["message"]
+
+
+def test_a_second_engine_must_have_the_same_sizes(runs):
+    build(layout=LayoutConfig(), **runs.jobs[UNTIED])
+    with pytest.raises(
+        ValueError,
+        match="already runs a layout of tp=1, pp=1, vpp=1, cp=1, ep=1; a second engine cannot have tp=1, pp=2",
+    ):
+        join_groups(LayoutConfig(pp=2), 0, 60.0)

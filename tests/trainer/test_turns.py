@@ -269,7 +269,7 @@ def test_a_probe_compares_what_was_sampled_without_the_learner(learner, control)
 
 def test_no_server_samples_from_weights_that_were_not_sent(learner, control):
     turns = SharedDevices(learner, control)
-    with pytest.raises(AssertionError, match="have not been sent"):
+    with pytest.raises(ValueError, match="have not been sent since the learner's turn"):
         turns.give_to_servers()
     assert said(control) == []
 

@@ -131,8 +131,8 @@ def plan_batches(
     No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple
     (the stages of an interleaved pipeline), so k is at most its sequences per rank.
 
-    Raises ValueError for a sequence longer than the budget, and for a minibatch whose number of sequences does not divide
-    by ``dp_size`` times the multiple.
+    Raises ValueError for an empty sequence or one longer than the budget, and for a minibatch whose number of
+    sequences is 0, or does not divide by ``dp_size`` times the multiple.
     """
     _check_inputs(lengths_S, minibatches, dp_size, token_budget, microbatch_multiple)
     multiple = dp_size * microbatch_multiple
@@ -175,8 +175,14 @@ def pack_trajectories(
     newest: the learner's version, from which ``lag_T`` counts; None: without it. routing: of experts that are
     replayed; None: without them. share_prompts: see ``pack_sequences``.
 
-    Raises ValueError as ``pack_sequences`` and ``Routing.experts_of`` do.
+    Raises ValueError for a trajectory whose arrays are not aligned with its tokens, or that predicts nothing.
     """
+    for sequence_id, t in zip(sequence_ids, trajectories, strict=True):
+        if not len(t.token_ids) == len(t.response_mask) == len(t.rollout_logprobs):
+            raise ValueError(
+                f"sequence {sequence_id} (prompt {t.prompt_id}, sibling {t.sibling_id}) has {len(t.token_ids)} tokens, "
+                f"{len(t.response_mask)} mask entries and {len(t.rollout_logprobs)} log-probs; one of each per token is needed"
+            )
     return pack_sequences(
         token_ids=[t.token_ids for t in trajectories],
         response_masks=[t.response_mask for t in trajectories],
@@ -236,7 +242,12 @@ def _check_inputs(
     token_budget: int,
     microbatch_multiple: int,
 ) -> None:
+    for name, value in {"dp_size": dp_size, "microbatch_multiple": microbatch_multiple}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     for sequences in map(len, minibatches):
+        if not sequences:
+            raise ValueError("a minibatch has no sequences; use fewer minibatches")
         if sequences % dp_size:
             fewer, more = sequences - sequences % dp_size, sequences - sequences % dp_size + dp_size
             raise ValueError(
@@ -248,6 +259,11 @@ def _check_inputs(
                 f"a rank's {sequences // dp_size} sequences of a minibatch do not divide by the {microbatch_multiple} stages "
                 f"of an interleaved pipeline; use a multiple of {dp_size * microbatch_multiple} sequences per minibatch, or layout.vpp=1"
             )
+    if min(lengths_S) < 1:
+        shortest = min(lengths_S)
+        raise ValueError(
+            f"sequence {list(lengths_S).index(shortest)} has packed length {shortest}: it predicts nothing; drop it"
+        )
     longest = max(lengths_S)
     if longest > token_budget:
         raise ValueError(

@@ -70,7 +70,7 @@ class Sampled:
 
 
 def join_groups(prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]) -> Sampled:
-    """The completions of each prompt."""
+    """The completions of each prompt. Raises ValueError as ``join_samples`` does."""
     completions = [(number, one) for number, group in enumerate(groups) for one in group]
     samples = [(number, one.token_ids.tolist(), one.rollout_logprobs.tolist()) for number, one in completions]
     return join_samples(prompts, samples, [one.experts for _, one in completions])
@@ -82,7 +82,13 @@ def join_samples(
     experts: Sequence[np.ndarray | None] = (),
 ) -> Sampled:
     """``samples``: (number of its prompt, token ids, log-probs) of each response, in order of the prompts. ``experts``:
-    those of each response's input tokens."""
+    those of each response's input tokens.
+
+    Raises ValueError for a response without tokens, or without a log-prob for each.
+    """
+    broken = next((prompt for prompt, ids, logprobs in samples if not ids or len(ids) != len(logprobs)), None)
+    if broken is not None:
+        raise ValueError(f"a response to prompt {broken} has no tokens, or not one log-prob for each")
     tokens = [t for prompt, ids, _ in samples for t in (*prompts[prompt], *ids)]
     return Sampled(
         tokens_L=torch.tensor(tokens, dtype=torch.int64),
@@ -260,8 +266,7 @@ def by_position(gap_N: Tensor, lengths_R: Tensor) -> list[Row]:
 def equal_tokens(
     long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N: Tensor, *, first: int
 ) -> Row:
-    """One long response to each prompt against several short ones to the same prompt, end to end. Both have the same
-    prompts.
+    """One long response to each prompt against several short ones to the same prompt, end to end.
 
     A maximum grows with the count of tokens, and one side often has more. Both are therefore cut, prompt by
     prompt, to the ``tokens`` of the smaller side. Means over the Q prompts, with standard errors:
@@ -270,9 +275,14 @@ def equal_tokens(
     long_over_short     long_max - short_together_max, prompt by prompt long_tokens, short_tokens   per prompt, whole
     long_first_max      of the first ``first`` tokens of the long one
     short_max           of a whole short response (mean over a prompt's)
+
+    Raises ValueError unless the two have the same prompts, with one long response to each.
     """
     prompts, counts_Q = short.prompts_R.unique_consecutive(return_counts=True)
-    assert torch.equal(prompts, long.prompts_R)
+    if not torch.equal(prompts, long.prompts_R):
+        raise ValueError(
+            "long and short responses are not of the same prompts, with one long response to each"
+        )
     bounds_Q = bounds_of(counts_Q)
     long_tokens_Q = long.response_lengths_R
     short_tokens_Q = sum_per_sequence(short.response_lengths_R.double(), bounds_Q).long()

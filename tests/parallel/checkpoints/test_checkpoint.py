@@ -250,6 +250,11 @@ def test_each_file_that_finds_no_space_is_a_full_disk(folder, tmp_path, monkeypa
     assert make_engine(folder).load(tmp_path / "step_000001") == {}
 
 
+def test_extra_must_be_json(folder, tmp_path):
+    with pytest.raises(ValueError, match="must be JSON"):
+        make_engine(folder).save(tmp_path / "step_000001", {"x": object()})
+
+
 def test_another_model_is_refused(folder, tmp_path):
     make_engine(folder).save(tmp_path / "step_000001", {})
     other = make_hf_model(tmp_path / "other", "qwen3", intermediate_size=64)

@@ -200,6 +200,12 @@ def test_tables_have_the_servers_dtype(monkeypatch):
     assert [platform.rotary_dtype(half, size) for size in (64, 96)] == [single, half]
 
 
+@pytest.mark.parametrize("bad", [[0], [0, 3, 3], [1, 4]])
+def test_bad_bounds_are_refused(bad):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        plan_packing(torch.tensor(bad, dtype=torch.int32), CPU)
+
+
 def test_grouped_queries_in_float32_get_a_copy_of_their_head_on_a_gpu(monkeypatch):
     """Where torch has no fast kernel for them. The numbers are those of no copies, and so are the gradients."""
     for dtype, heads in ((torch.float32, 4), (torch.bfloat16, 2)):

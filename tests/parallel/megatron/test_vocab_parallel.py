@@ -257,6 +257,31 @@ def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in
     assert torch.equal(by_hidden["logprobs"], wanted["logprobs"])
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(temperature=0.0), "temperature=0.0"),
+        (dict(chunk_tokens=0), "chunk_tokens=0"),
+        (dict(vocab_size=99), "vocab_size=99"),
+        (dict(targets=torch.zeros(3, dtype=torch.int64)), "targets"),
+        (dict(weight=torch.zeros(5, 4)), r"hidden \(4, 3\) and weight \(5, 4\) must be .* of the same H"),
+        (dict(weight=torch.zeros(1, 3, 3)), r"weight \(1, 3, 3\) must be"),
+        (dict(hidden=torch.zeros(1, 3, 3)), r"hidden \(1, 3, 3\) and"),
+        (
+            dict(
+                kept=KeptSets(
+                    num_T=torch.zeros(3, dtype=torch.int32), ids_M=torch.zeros(0, dtype=torch.int32)
+                )
+            ),
+            "kept sets of 3 tokens",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        fused({**make_case(num_tokens=4, hidden=3, vocab=5), **change})
+
+
 @pytest.mark.engines
 def test_two_tensor_parallel_ranks(tmp_path):
     cases = [

@@ -293,11 +293,14 @@ def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
     for fix in fixes:
         changed, where = run_config(learner={"token_budget": 16384, "recompute": "none"}), cluster(16)
         if fix.startswith("learner."):
-            key, _, value = fix.removeprefix("learner.").partition("=")
-            changed = run_config(
-                learner={"token_budget": 16384, "recompute": "none"}
-                | {key: int(value) if value.isdigit() else value}
-            )
+            path, _, value = fix.removeprefix("learner.").partition("=")
+            *blocks, key = path.split(".")
+            learner = {"token_budget": 16384, "recompute": "none"}
+            inner: dict = learner
+            for block in blocks:
+                inner = inner.setdefault(block, {})
+            inner[key] = yaml.safe_load(value)
+            changed = run_config(learner=learner)
         elif fix.startswith("GPUs of"):
             where = cluster(16, float(fix.split()[2]))
         else:

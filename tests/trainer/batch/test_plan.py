@@ -287,6 +287,7 @@ GOOD = {"dp_size": 1, "token_budget": 10}
     ("lengths", "change", "message"),
     [
         ([3, 11, 4, 5], {}, r"sequence 1 takes 11 tokens.*token_budget=10.*at least 11"),
+        ([], {}, "a minibatch has no sequences"),
         (
             [3, 4, 5, 6],
             {"dp_size": 5},
@@ -297,6 +298,9 @@ GOOD = {"dp_size": 1, "token_budget": 10}
             {"dp_size": 2},
             "3 sequences does not divide by 2 .*use 2 or 4 sequences",
         ),
+        ([3, 0], {}, "sequence 1 has packed length 0"),
+        ([3, 4], {"dp_size": 0}, "dp_size=0"),
+        ([3, 4], {"microbatch_multiple": 0}, "microbatch_multiple=0"),
         (
             [3, 4, 5, 6, 3, 4],
             {"dp_size": 2, "microbatch_multiple": 2},
@@ -359,7 +363,7 @@ def test_pack_trajectories():
     assert batch.cu_seqlens.dtype == batch.select([1]).cu_seqlens.dtype == torch.int32
     elsewhere = batch.to(torch.device("meta"))
     assert all(value.is_meta for _, value in elsewhere.per_token()) and elsewhere.cu_seqlens.is_cpu
-    with pytest.raises(ValueError, match=r"sequence 4 has 3 token ids, 2 values of response_mask"):
+    with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
         pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
     with pytest.raises(ValueError, match=r"sequences \[3\] have fewer than two tokens"):
         pack_trajectories([*samples, trajectory([1])], [12, 4, 3])

@@ -140,6 +140,12 @@ def test_unequal_counts_are_cut_to_the_smaller_of_each_prompt():
     )
 
 
+def test_equal_tokens_need_the_same_prompts():
+    long, short = sampled([0, 1], [[0.5]] * 2), sampled([0, 0], [[0.5]] * 2)
+    with pytest.raises(ValueError, match="not of the same prompts"):
+        equal_tokens(long, torch.zeros(2), short, torch.zeros(2), first=1)
+
+
 def test_a_comparison_by_hand():
     reference, first, second = logs(0.5, 0.5, 0.5), logs(0.6, 0.5, 0.4), logs(0.5, 0.7, 0.4)
     found = compare(reference, first, second, torch.tensor([2, 1]))
@@ -322,6 +328,13 @@ def test_samples_come_back_as_they_were_written(tmp_path):
     (tmp_path / "s.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="cannot be read as tensors"):
         read_tensors(tmp_path / "s.safetensors")
+
+
+def test_a_response_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="response to prompt 3 has no tokens"):
+        join_samples([[1]] * 4, [(0, [1], [-0.1]), (3, [], [])])
+    with pytest.raises(ValueError, match="one log-prob for each"):
+        join_samples([[1]], [(0, [1, 2], [-0.1])])
 
 
 @pytest.fixture
