@@ -155,7 +155,10 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
         samples=samples,
         evaluation_samples=samples,
         scorer=scorer,
-        config=config,
+        rollout=config.rollout,
+        evaluation=config.evaluation,
+        kept_problems=config.tracking.evaluation_problems,
+        seed=config.seed,
         order=lambda epoch: epoch_order(len(train), seed=config.seed, epoch=epoch),
     )
     sampler.script = script
