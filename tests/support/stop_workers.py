@@ -155,10 +155,7 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
         samples=samples,
         evaluation_samples=samples,
         scorer=scorer,
-        rollout=config.rollout,
-        evaluation=config.evaluation,
-        kept_problems=config.tracking.evaluation_problems,
-        seed=config.seed,
+        config=config,
         order=lambda epoch: epoch_order(len(train), seed=config.seed, epoch=epoch),
     )
     sampler.script = script
