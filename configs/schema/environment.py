@@ -153,8 +153,8 @@ class AgentEnvironment(ProcessEnvironment):
     """Time to import ``preload``."""
     reward: Literal["run", "agent"] = "run"
     """run: the run's ``reward`` scores the last answer of the policy. agent: the last line that the agent prints is
-    ``{"reward": number, "parts": {name: number}, "turn_rewards": {id: number}}``. Parts may be left out, and so may
-    turn_rewards, by the ids of answers, or else the reward, which is then their sum."""
+    ``{"reward": number, "parts": {name: number}, "turn_rewards": {id: number}}``. turn_rewards go by the ids of
+    answers; without a reward, it is their sum. Parts and turn_rewards may be left out."""
     pass_row: bool = False
     """Whether TANDEM_PROBLEM has the whole row of the data file as ``row``. The row may hold the answer."""
 
