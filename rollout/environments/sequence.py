@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from rollout.records import (
     TOKEN_IDS,
     VERSIONS,
     Completion,
+    Status,
     Trajectory,
     Turn,
     digest,
@@ -98,12 +99,28 @@ class TokenSequence:
         rewarded = self._turns[turn]
         self._turns[turn] = replace(rewarded, reward=(rewarded.reward or 0.0) + reward)
 
-    def trajectory(self, **of_sample: Any) -> Trajectory:
-        """The tokens so far. ``of_sample``: the other fields, which are those of their sample."""
+    def trajectory(
+        self,
+        *,
+        group_id: int,
+        sibling_id: int,
+        prompt_id: str,
+        reward: float | None,
+        reward_parts: dict[str, float],
+        status: Status,
+        branch: int = 0,
+    ) -> Trajectory:
+        """The tokens so far, with these fields of their sample."""
         experts, is_replayed = self._experts()
         num_kept, kept_ids = self._kept()
         return Trajectory(
-            **of_sample,
+            group_id=group_id,
+            sibling_id=sibling_id,
+            prompt_id=prompt_id,
+            reward=reward,
+            reward_parts=reward_parts,
+            status=status,
+            branch=branch,
             token_ids=self.token_ids,
             response_mask=self._joined(MASK, lambda _, sampled: sampled is not None),
             rollout_logprobs=self._joined_of_turns(LOGPROBS, "rollout_logprobs"),
