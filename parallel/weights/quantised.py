@@ -83,7 +83,7 @@ class DequantisedWeights(HuggingFaceWeights):
         q, s = super().read(numbers), super().read(scales)
         is_mxfp4 = q.dtype == torch.uint8
         is_nan = s == _E8M0_NAN if is_mxfp4 else q.view(torch.uint8) & _E4M3_NAN == _E4M3_NAN
-        if is_nan.any():
+        if is_nan.any() or s.isnan().any():  # integers are no NaN
             raise ValueError(f"{self.folder} has NaN in {name}; download the folder again")
         return from_mxfp4(q, s) if is_mxfp4 else from_fp8(q, s, self._block)
 

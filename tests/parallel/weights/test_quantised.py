@@ -3,6 +3,7 @@ both engines' loaders."""
 
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -316,6 +317,7 @@ SCALES, WEIGHTS = "model-1.safetensors", "model-2.safetensors"
             with_tensors(WEIGHTS, lambda t: t[Q].view(torch.uint8)[3, 5:6].fill_(0xFF)),
             f"has NaN in {Q}; download the folder again",
         ),
+        (fp8_folder, with_tensors(SCALES, lambda t: t[f"{Q}_scale_inv"][1].fill_(math.nan)), f"has NaN in {Q}; download"),
         (fp8_folder, with_tensors(WEIGHTS, lambda t: t.pop(Q)), "lacks 1 tensors that its config.json asks for"),
         (mxfp4_folder, with_tensors(SINGLE, lambda t: t[f"{DOWN}_scales"][1, 2].fill_(255)), f"has NaN in {DOWN}; download"),
         (mxfp4_folder, with_tensors(SINGLE, lambda t: t.pop(f"{DOWN}_scales")), rf"{DOWN}_blocks has no scales \({DOWN}_scales\)"),
