@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.environments.tandem_worker.failures import Failure
 from rollout.environments.tandem_worker.imports import imported
-from rollout.rewards.pipe import jobs_of, serving
+from rollout.pipe import jobs_of, serving
 
 TELL_EVERY_S = 5.0
 """Time between two messages that a trial is still running."""

@@ -37,9 +37,9 @@ from rollout.environments.protocol import EpisodeFailed, episode_failed
 from rollout.environments.tandem_worker.failures import readable
 from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
+from rollout.pipe import LARGEST_ANSWER
 from rollout.records import Status, seed_of
 from rollout.rewards.function import to_score
-from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.served import key_of
 
 ANSWER = "{answer}"

@@ -30,8 +30,8 @@ from configs.schema.environment import (
 )
 from rollout.environments.protocol import EpisodeFailed, episode_failed
 from rollout.guarded_process import END_TIMEOUT_S, WORKER, end_guarded, finished, start_guarded
+from rollout.pipe import LARGEST_ANSWER
 from rollout.records import Status
-from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import check_parser_name
 from rollout.servers.watched_process import how_it_ended

@@ -26,9 +26,9 @@ from configs.schema.reward import JudgeReward, ModelReward
 from rollout.client import AttemptFailed
 from rollout.gathering import TasksToEnd
 from rollout.http_replicas import Replica, open_session, request_with_retries
+from rollout.pipe import LARGEST_ANSWER
 from rollout.records import Score
 from rollout.rewards.function import to_score
-from rollout.rewards.pipe import LARGEST_ANSWER
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from rollout.environments.tandem_worker.failures import is_library
-from rollout.rewards.pipe import receive, send
+from rollout.pipe import receive, send
 from rollout.rewards.worker import end_tree, start_process
 from rollout.servers.watched_process import how_it_ended, server_pid
 from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line

@@ -33,10 +33,10 @@ import msgspec
 
 from rollout.environments.tandem_worker.failures import describe, place_of, readable
 from rollout.guarded_process import WORKER, kill_tree
+from rollout.pipe import jobs_of, receive, send, serving
 from rollout.records import Score
 from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
-from rollout.rewards.pipe import jobs_of, receive, send, serving
 from rollout.servers.watched_process import how_it_ended
 from rollout.user_code import further_parameters
 

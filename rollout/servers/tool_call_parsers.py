@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollout.rewards.pipe import jobs_of, serving
+from rollout.pipe import jobs_of, serving
 
 _NAMES = {
     "tool_call_parser": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.schema.reward import AnyReward, CountdownReward, JudgeReward, WeightedReward
 from rollout import http_replicas
+from rollout.pipe import LARGEST_ANSWER
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import served
-from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.scorer import Scorer, check_reward
 from rollout.rewards.served import RewardModelError
 

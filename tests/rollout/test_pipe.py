@@ -7,7 +7,7 @@ from multiprocessing import Pipe
 
 import pytest
 
-from rollout.rewards.pipe import HEADER, LARGEST_ANSWER, receive, send
+from rollout.pipe import HEADER, LARGEST_ANSWER, receive, send
 
 
 @pytest.fixture
