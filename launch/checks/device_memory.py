@@ -18,6 +18,7 @@ from configs.errors import counted
 from configs.loader import Finding
 from configs.schema import AnyConfig, RunConfig
 from launch.checks.devices import Device
+from launch.processes.placement import learner_ranks_per_node
 from launch.tables import aligned, indented
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, architecture_of
@@ -221,6 +222,10 @@ def memory_lines(config: AnyConfig, device: Device, runs: Sequence[str]) -> list
         moments = [" + ".join(filter(items.get, names)) for names in memory.MOMENTS]
         if len(apart := [*filter(None, moments)]) > 1:
             lines.append(f"  never in memory at the same time, so the largest counts: {', '.join(apart)}")
+        if on_host := need.learner.on_host:
+            ranks = learner_ranks_per_node(config)
+            node = f", {memory.size_text(ranks * on_host)} on a node of {ranks} ranks" if ranks > 1 else ""
+            lines.append(f"  of the machine's memory (optimizer.offload): {memory.size_text(on_host)}{node}")
     if need.server is not None:
         lines += _server_lines(need, need.server, device)
     if device.kind == "cpu" and device.bytes is not None:

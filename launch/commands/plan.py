@@ -121,7 +121,7 @@ def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | No
         both = memory.size_text(both_bytes(best.learner_memory, best.rollout_memory))
         size = memory.size_text(cluster.gpu_bytes)
         turns = "learner and servers take turns on the same GPUs (launch.placement=colocated)"
-        return f"{turns}; while weights are sent both hold {both} of {size}"
+        return f"{turns}; between turns both hold {both} of {size}"
     if config.launch.placement != "auto" or config.launch.nodes is not None or config.rollout.max_staleness:
         return None
     return "learner and servers have separate GPUs; launch.placement=colocated plans turns on the same GPUs"

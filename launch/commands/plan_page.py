@@ -140,7 +140,7 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     rows.append(("a server's rank", {"weights": server.weights, "cache": cache, "reserved": server.reserved}))
     if pair.both_free is not None:
         learner = pair.learner_memory.at_peak(BESIDE_SERVERS)
-        rows.append(("both, while weights are sent", learner | {"weights": server.weights}))
+        rows.append(("both, between turns", learner | {"weights": server.weights}))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):
         left = 0.0

@@ -65,6 +65,8 @@ class LearnerMemory:
     optimizer_step: int
     """Optimizer state that is there only during a step (``learner.optimizer.offload``), of policy or critic."""
     transfer: int
+    on_host: int
+    """Such states of both, in the memory of the machine. No part of ``items`` and ``total``."""
 
     @property
     def lasting(self) -> int:
@@ -92,7 +94,7 @@ class LearnerMemory:
 
     def items(self) -> dict[str, int]:
         """Names and bytes of the items above zero."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stage", "on_host")}
         return {name: size for name, size in sizes.items() if size}
 
 
@@ -145,6 +147,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         pipeline=pipeline,
         optimizer_step=max(stepping, of_critics_step),
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
+        on_host=stepping + of_critics_step,
     )
 
 

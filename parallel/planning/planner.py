@@ -16,9 +16,9 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
    does not hold all responses that its server samples at once, the missing share counts, in negative tenths.
 4. bytes that a learner rank sends per step (``Traffic``).
 
-Turns have three memory limits: the learner's while it trains, a server's while it samples, and that of both while weights
-are sent or a checkpoint is written, when the learner's lasting parts and transfer, or its offloaded optimizer's state, stand
-beside the weights of a server rank (``both_bytes``).
+Turns have three memory limits: the learner's while it trains, a server's while it samples, and that of both between turns,
+while weights are sent or a checkpoint is written. Then the learner's lasting parts and transfer, or its offloaded
+optimizer's state, stand beside the weights of a server rank (``both_bytes``).
 
 vpp is always 1: interleaving costs memory and traffic for a shorter bubble.
 cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
@@ -124,7 +124,7 @@ class Plan:
         return {
             "while training": self.learner_free,
             "while sampling": self.rollout_free,
-            "while weights are sent": self.both_free,
+            "between turns": self.both_free,
         }
 
     @property
@@ -274,7 +274,7 @@ class _Search:
         if self.is_shared and learners and servers:
             least = min(both_bytes(learner, server) for _, learner in learners for _, server in servers)
             lines.append(
-                f"with launch.placement=colocated both hold at least {size_text(least)} of a GPU while weights are sent"
+                f"with launch.placement=colocated both hold at least {size_text(least)} of a GPU between their turns"
             )
         fixes = []
         for changes in self._changes():

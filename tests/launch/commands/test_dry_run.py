@@ -35,7 +35,7 @@ from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
 from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_layout
-from parallel.planning.memory import GIB, size_text, worst_stage
+from parallel.planning.memory import GIB, size_text, stage_parameters, worst_stage
 from parallel.planning.server_memory import rollout_memory
 from parallel.planning.traffic import bytes_to_send
 from parallel.planning.work import work_of
@@ -562,6 +562,18 @@ def test_no_change_is_offered_that_is_refused_for_another_reason(folder, own):
     assert any(line.startswith("  tight: use a layout that splits the model further") for line in lines), (
         lines
     )
+
+
+@pytest.mark.parametrize("dp", [1, 8])
+def test_an_offloaded_optimizer_says_what_it_takes_of_the_machine(folder, dp):
+    """12 bytes a parameter: two moments and a float32 copy. Data-parallel ranks divide them."""
+    overrides = ["model.path=7b", "model.dtype=bfloat16", f"layout.dp={dp}"]
+    lines = memory_lines(config(*overrides), gpu(80), checks.WARM_START)
+    assert not any("of the machine's memory" in line for line in lines)
+    lines = memory_lines(config(*overrides, "learner.optimizer.offload=true"), gpu(80), checks.WARM_START)
+    total = 12 * sum(stage_parameters(architecture_of(folder / "7b"), config(*overrides).layout, 0))
+    node = f", {size_text(total)} on a node of {dp} ranks" if dp > 1 else ""
+    assert f"  of the machine's memory (optimizer.offload): {size_text(total // dp)}{node}" in lines, lines
 
 
 @pytest.mark.parametrize("offload", [False, True])

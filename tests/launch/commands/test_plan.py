@@ -288,7 +288,7 @@ def test_a_page_with_pictures_is_written(config):
     assert "responses" in running
     assert "same TP" in choices and "seconds of a step" in choices
     assert "A plan for 16 GPUs" in page and "the rest are assumptions" in page
-    assert "both, while weights are sent" not in memory
+    assert "both, between turns" not in memory
     assert "http" not in re.sub(r"base64,[^\"]*", "", page), "nothing is fetched"
     rows = page.split("<table>")[1].count("<tr>")
     assert rows > 5
@@ -297,7 +297,7 @@ def test_a_page_with_pictures_is_written(config):
 def test_a_page_of_turns_shows_what_both_sides_hold_at_once(config):
     done = run(config, "--gpu", "h100", "--report", "page.html", COLOCATED)
     assert done.returncode == 0, done.stderr
-    assert "both, while weights are sent" in pictures((config.parent / "page.html").read_text())[0]
+    assert "both, between turns" in pictures((config.parent / "page.html").read_text())[0]
 
 
 def test_a_page_shows_a_measured_table(config):

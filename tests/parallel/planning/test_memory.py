@@ -505,6 +505,10 @@ def test_a_critic_counts_by_its_own_model_and_settings():
     assert not on_cpu.offloads_optimizer and not on_cpu.critic_offloads
     away = learner_memory(small, layout, work_of(both, "cuda", large), 0)
     assert away.optimizer == 0 and away.optimizer_step == found["offloaded"].optimizer_step
+    of_policy = learner_memory(
+        small, layout, work_of(RunConfig.model_validate(fields), "cuda", large), 0
+    ).optimizer
+    assert away.on_host == of_policy + found["offloaded"].optimizer_step and found["default"].on_host == 0
     for moment in (0, away.transfer, 2 * away.optimizer_step):
         each = replace(away, activations=moment, logits=0, kept_ids=0, pipeline=0)
         assert each.total == sum(each.at_peak().values())

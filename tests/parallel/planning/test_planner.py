@@ -262,7 +262,7 @@ def test_turns_by_hand():
     (found,) = (each for each in plans if pair(each) == "dp=4 | tp=1 x 4")
     assert found.both_free == pytest.approx(1 - (68.5 + 1.07 + 15.23) / 85.9, abs=0.002)
     assert found.rollout_free == pytest.approx(0.303, abs=0.005)
-    assert "; 1% free while weights are sent; " in reasons([found])[0]
+    assert "; 1% free between turns; " in reasons([found])[0]
     smaller = {pair(each) for each in ranked(QWEN_7B, colocated(), cluster(4, 78.9))}
     assert "dp=4 | tp=1 x 4" not in smaller and "dp=4 | tp=2 x 2" in smaller
     assert "dp=4 | tp=1 x 4" in {pair(each) for each in ranked(QWEN_7B, run_config(), cluster(8, 78.9))}
@@ -271,7 +271,7 @@ def test_turns_by_hand():
 def test_turns_that_do_not_fit_say_what_both_sides_hold():
     """On one GPU: 18 P + 2 P + 1.07 GB = 153.4 GB = 143 GiB."""
     with pytest.raises(
-        NothingFits, match="both hold at least 143 GiB of a GPU while weights are sent"
+        NothingFits, match="both hold at least 143 GiB of a GPU between their turns"
     ) as caught:
         ranked(QWEN_7B, colocated(), cluster(1))
     assert "nothing fits on 1 GPU of" in str(caught.value)
