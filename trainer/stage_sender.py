@@ -1,4 +1,4 @@
-"""How one pipeline stage sends its weights: a carrier to all servers, buckets one after another, and the
+"""How one sender sends a pipeline stage's weights: a carrier to its servers, buckets one after another, and the
 answers."""
 
 from collections import deque
@@ -13,8 +13,8 @@ from parallel.megatron.platform import device
 from parallel.weights.transfer import Bucket, Buffers, TransferPlan, UnderWay, WeightBroadcaster, dtype_name
 from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
-from rollout.sglang_plugin.tandem_process_memory import Sending
-from rollout.sglang_plugin.tandem_weight_transfer import GIVEN_UP, Announcement, hash_kind
+from rollout.sglang_plugin.tandem_process_memory import Sending, let_others_read
+from rollout.sglang_plugin.tandem_weight_transfer import GIVEN_UP, TRIAL_BYTES, Announcement, hash_kind
 from trainer.weight_carriers import MEMORY, Broadcasts, FromMemory
 
 GROUP = "tandem-weights"
@@ -25,7 +25,7 @@ class WeightSyncError(RolloutError):
 
 
 class StageSender:
-    """One pipeline stage's connection to all servers: a carrier, and the requests that belong to it."""
+    """A pipeline stage's connection to the servers of ``control``: a carrier, and the requests that belong to it."""
 
     def __init__(
         self,
@@ -71,6 +71,22 @@ class StageSender:
                 # From torch: all other members of this group are servers.
                 raise WeightSyncError(f"the servers did not join the transfer group: {error}") from error
             raise
+
+    def try_memory(self) -> None:
+        """Have every rank of the servers, which are paused, copy a few bytes out of this process's memory. Raises RolloutError if
+        one cannot."""
+        if not let_others_read():
+            raise WeightSyncError(
+                "this machine does not let a process read the user's other processes' memory"
+            )
+        with _failing_as_servers():
+            with closing(Sending(self._control.num_receivers, self._timeout_s)) as sending:
+                meeting = (sending.meeting.name, sending.meeting.timeout_s)
+                answers = Answers([self._control.try_to_read(meeting)])
+                with suppress(ConnectionError):  # a rank has left; once all have, the answer says why
+                    sending.offer(torch.zeros(TRIAL_BYTES, dtype=torch.uint8), answers.raise_if_failed)
+                    sending.wait_for_all_but(0, answers.raise_if_failed)
+            answers.wait_for_all_but(0)
 
     def send(
         self,

@@ -1,5 +1,6 @@
 """Two ways of a bucket's bytes to the servers: a broadcast in a process group, or a copy by each server out of the
-learner's memory, on one machine. ``carrier_of`` says which one a run takes.
+learner's memory, on one machine. ``carrier_of`` says which one a run takes, unless each node's servers copy from a process of
+their own node (``trainer/weight_sync.py``).
 
 A carrier sends the buckets of a transfer in order, and at the end the hashes of the sender's own bytes. It
 does not know what the buckets contain, and does not request the servers to receive

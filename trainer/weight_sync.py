@@ -2,7 +2,9 @@
 
 All ranks publish together. Each pipeline stage sends its own weights: its ranks gather one tensor after
 another (over tensor- and expert-parallel ranks). The first rank of the stage, its sender, sends them to the
-servers: by broadcasts in a process group, or from its own memory if all are on one machine.
+servers: by broadcasts in a process group, or from its own memory if all are on one machine. On several nodes that
+both sides share, every node has a sender, from whose memory its own servers copy (``LaunchConfig.copies_by_node``). No weights
+then cross the network but those that the learner gathers.
 
     rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
@@ -43,6 +45,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -65,7 +68,7 @@ from trainer.ranks.interruption import StopRequested
 from trainer.ranks.totals import answer_of_first_rank, on_first_rank
 from trainer.stage_sender import StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
-from trainer.weight_carriers import carrier_of
+from trainer.weight_carriers import MEMORY, carrier_of
 
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens can compare two engines; ids this small exist in every vocabulary."""
@@ -140,6 +143,8 @@ class WeightSync:
             packs=rollout.packs,
         )
         self._sender: StageSender | None = None
+        self._is_by_node = False
+        """Whether the sender is one of several, each for the servers of its node."""
         self._buffers = Buffers(device().type)
         self._launch, self._address = launch, address
         self._control_of = control_of or partial(SGLangControl.of, rollout, launch)
@@ -167,10 +172,11 @@ class WeightSync:
         self._is_connected = True
 
     def _connect(self) -> None:
-        """Create the transfer groups with the servers of rank 0's control, all ranks together."""
+        """Create the senders to the servers of rank 0's control, all ranks together."""
         urls = from_first_rank(self._control.urls if self._control is not None else [])
         self._num_servers = len(urls)
-        if not self._learner.groups.is_stage_first:
+        self._is_by_node = self._connect_by_node(urls)
+        if self._is_by_node or not self._learner.groups.is_stage_first:
             return
         # Rank 0's control serves its own stage too.
         control = self._control or self._control_of(urls)
@@ -187,6 +193,39 @@ class WeightSync:
             except BaseException:
                 control.close()  # the next try creates a new one
                 raise
+
+    def _connect_by_node(self, urls: Sequence[str]) -> bool:
+        """Make a sender of the first rank of each node, for the node's own servers. False, and no sender, if the run is not
+        suited, or if a server cannot read the memory of its node's sender. The servers are paused."""
+        groups, nodes = self._learner.groups, self._launch.nodes
+        if nodes is None or not self._launch.copies_by_node(self._rollout, groups.pp_size):
+            return False
+        is_first_of_node = groups.rank % (groups.world_size // nodes.learner) == 0
+        here = [url for url in urls if is_first_of_node and urlsplit(url).hostname == self._address]
+        problem = None
+        if here:
+            self._sender = StageSender(self._control_of(here), MEMORY, self._launch.patience_s)
+            try:
+                self._sender.try_memory()
+            except RolloutError as error:
+                problem = error
+        everyone = from_all_ranks((len(here), problem))
+        if sum(count for count, _ in everyone) != len(urls):
+            problem = WeightSyncError(f"the servers at {', '.join(urls)} are not all on the learner's nodes")
+        else:
+            problem = next((problem for _, problem in everyone if problem is not None), None)
+        if problem is None:
+            return True
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if self._rollout.weight_transfer == "memory":
+            raise WeightSyncError(
+                f"rollout.weight_transfer=memory: {problem}; set rollout.weight_transfer=broadcast"
+            )
+        if groups.rank == 0:
+            print(f"weights go to the servers by gloo over the network, since {problem}", flush=True)
+        return False
 
     def are_needed(self) -> bool:
         """Whether all servers that had the weights have ended, and others wait for the weights; called on the
@@ -313,19 +352,21 @@ class WeightSync:
         self._meet_servers()
         with span("servers paused", servers=self._num_servers):
             opening = self._control.open_update() if self._control is not None else None
+            if self._is_by_node:  # the others' servers must not be asked to receive before
+                on_first_rank(lambda: opening and opening.wait())
             with span("send") as sending:
                 sent = self._send_stage(opening)
                 sending.note(bytes=sent.bytes)
             with span("wait for stages"):
-                # Rank 0's pipeline group has all senders.
-                by_stage = from_all_ranks(sent, self._learner.groups.pp_group)
-            on_first_rank(lambda: self._close_update(by_stage))
+                # Rank 0's pipeline group has the senders of all stages.
+                by_sender = from_all_ranks(sent, None if self._is_by_node else self._learner.groups.pp_group)
+            on_first_rank(lambda: self._close_update(by_sender))
         self._turns.give_to_servers()
         is_probed = not (self._agreement.samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
         return SyncResult(
             version=self._learner.version,
-            bytes=sum(sent.bytes for sent in by_stage),
+            bytes=sum(sent.bytes for sent in (by_sender[:1] if self._is_by_node else by_sender)),
             seconds=time.perf_counter() - started,
             max_logprob_gap=gap,
             servers=self._num_servers,
@@ -358,9 +399,9 @@ class WeightSync:
             self._buffers.release()
         return SentByRank(bytes=size)
 
-    def _close_update(self, by_stage: Sequence[SentByRank]) -> None:
+    def _close_update(self, by_sender: Sequence[SentByRank]) -> None:
         version = self._learner.version
-        _raise_first([sent.failure for sent in by_stage])
+        _raise_first([sent.failure for sent in by_sender])
         with span("verify"):
             served = self._servers.close_update()
         if set(served) != {version}:
@@ -412,6 +453,8 @@ class WeightSync:
                 self._sender.close()
             except RolloutError:
                 self._sender.abandon()
+        if self._control is not None:
+            self._control.close()
 
 
 def _raise_first(failures: Sequence[RolloutError | None]) -> None:

@@ -190,10 +190,12 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
             "they take turns on the same devices",
             "set rollout.max_staleness=0, or launch.placement=separate",
         )
-    if config.rollout.weight_transfer == "memory" and config.launch.nodes is not None:
+    launch, is_by_node = config.launch, config.launch.copies_by_node(config.rollout, config.layout.pp)
+    if config.rollout.weight_transfer == "memory" and launch.nodes is not None and not is_by_node:
         yield Contradiction(
             ("rollout.weight_transfer", "launch.nodes"),
-            "rollout.weight_transfer=memory needs learner and servers on one machine, and launch.nodes spans several",
+            "rollout.weight_transfer=memory needs on each of launch.nodes the whole model and whole servers: launch.placement=colocated, "
+            "layout.pp=1, and rollout.replicas of at least launch.nodes.rollout",
             "set rollout.weight_transfer=broadcast, or remove launch.nodes",
         )
     if config.rollout.drain_s > config.launch.patience_s:

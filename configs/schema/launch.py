@@ -23,6 +23,7 @@ from configs.schema.base import (
     at_most,
     without_credentials,
 )
+from configs.schema.rollout import RolloutConfig
 
 
 class NodesConfig(Schema):
@@ -154,6 +155,14 @@ class LaunchConfig(Schema):
         """Whether learner and servers share GPUs. auto is decided at the start of the run, by the GPUs of the
         machine."""
         return self.placement == "colocated"
+
+    def copies_by_node(self, rollout: RolloutConfig, stages: int) -> bool:
+        """Whether the servers of each node may copy the weights out of a learner's process on the same node: learner and
+        servers share several nodes, the one pipeline stage gathers the whole model on every rank, and each node has whole
+        servers."""
+        if self.nodes is None or not self.takes_turns or rollout.weight_transfer == "broadcast":
+            return False
+        return rollout.sglang_plugin and stages == 1 and rollout.replicas >= self.nodes.rollout
 
     @property
     def patience_s(self) -> float:

@@ -51,7 +51,7 @@ from rollout.servers.answers import (
 )
 from rollout.servers.control_line import ControlError, ControlLine
 from rollout.sglang_plugin.tandem_routed_experts import WITH_EXPERTS
-from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement
+from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, Announcement, question
 
 NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
 """SGLang 0.5.23's message if no update is open."""
@@ -236,9 +236,7 @@ class SGLangControl(AbstractContextManager["SGLangControl"]):
         """Pause the servers, and check that each has this version of Tandem's plugin. Raises ControlError: a
         server has another version, or none, or captures no routed experts that are needed."""
         self.pause()  # otherwise the question would wait for the running requests
-        futures = [
-            line.ask("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, QUESTION)) for line in self._lines
-        ]
+        futures = self._send_all("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, question()))
         for url, future in zip(self.urls, futures, strict=True):
             error = future.exception(self._patience_s)
             answer = str(error) if error is not None else future.result().get("message")
@@ -252,6 +250,12 @@ class SGLangControl(AbstractContextManager["SGLangControl"]):
                     f"{url} does not answer as Tandem's SGLang plugin with {PROTOCOL}, but: {answer}; start the servers with this version "
                     "of Tandem, or set rollout.sglang_plugin=false"
                 )
+
+    def try_to_read(self, meeting: tuple[str, int]) -> Pending:
+        """Have every server rank copy ``TRIAL_BYTES`` out of the memory of the sender at the meeting. The servers must be
+        paused. The answer fails if a rank cannot."""
+        body = _announced([], [], [], NO_GROUP, question(meeting))
+        return self._post("copy out of the learner's memory", RECEIVE_PATH, body)
 
     def receive_transfer(
         self,

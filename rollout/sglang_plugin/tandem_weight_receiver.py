@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
@@ -33,8 +33,10 @@ from tandem_weight_transfer import (
     GIVEN_UP,
     PROTOCOL,
     QUESTION,
+    TRIAL_BYTES,
     Announcement,
     RunningHash,
+    asked_meeting,
     differing,
     weight_hash,
 )
@@ -57,13 +59,27 @@ def register() -> None:
 
 
 def answer_the_question(original, manager, request):
-    """Answers a request for the protocol with its name, and whether experts are captured. Other requests are SGLang's."""
-    if request.load_format != QUESTION:
+    """Answers a request for the protocol with its name, and whether experts are captured, or with what keeps a rank from
+    copying out of the asking process's memory. Other requests are SGLang's."""
+    if not (request.load_format or "").startswith(QUESTION):
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+    from sglang.srt.runtime_context import get_parallel
 
-    name = PROTOCOL + WITH_EXPERTS if is_captured() else PROTOCOL
-    return UpdateWeightsFromDistributedReqOutput(success=True, message=name)
+    name, failures = PROTOCOL + WITH_EXPERTS if is_captured() else PROTOCOL, []
+    if (meeting := asked_meeting(request.load_format)) is not None:
+        failures = everywhere(try_to_read(Meeting(*meeting)), get_parallel().tp_group.cpu_group)
+    failure = next(filter(None, failures), None)
+    return UpdateWeightsFromDistributedReqOutput(success=failure is None, message=failure or name)
+
+
+def try_to_read(meeting: Meeting) -> str | None:
+    """What keeps this process from copying out of the memory of the one at the meeting."""
+
+    def copy(receiving: Receiving) -> None:
+        receiving.receive([torch.empty(TRIAL_BYTES, dtype=torch.uint8)], lambda part: None)
+
+    return _at(meeting, copy)
 
 
 def receive(original, updater, *, names, dtypes, shapes, group_name, load_format=None):
@@ -141,12 +157,14 @@ def receive_from_memory(
     receiver: "Receiver", tensors: Sequence["Sent"], announced: Announcement, meeting: Meeting
 ) -> str | None:
     """What failed, such as that the learner is gone: every rank must hear of that."""
+    return _at(meeting, lambda receiving: receiver.receive(tensors, announced, FromMemory(receiving)))
+
+
+def _at(meeting: Meeting, work: Callable[[Receiving], str | None]) -> str | None:
+    """The result of ``work``, or why the memory cannot be copied."""
     try:
-        receiving = Receiving(meeting)
-        try:
-            return receiver.receive(tensors, announced, FromMemory(receiving))
-        finally:
-            receiving.close()
+        with closing(Receiving(meeting)) as receiving:
+            return work(receiving)
     except OSError as error:
         fix = "; set rollout.weight_transfer=broadcast" if isinstance(error, PermissionError) else ""
         return f"the weights could not be copied out of the learner's memory ({error}){fix}"

@@ -16,7 +16,9 @@ from torch import Tensor
 PROTOCOL = "tandem-transfer-4"
 """Name and version; both sides must have the same."""
 QUESTION = "tandem-transfer?"
-"""The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it."""
+"""The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it. With a meeting behind
+it, every rank of the server first copies ``TRIAL_BYTES`` out of the memory of the process that waits there."""
+TRIAL_BYTES = 8
 GIVEN_UP = "tandem-given-up"
 """The key that the learner sets in the store of a transfer group if it gives up a transfer by broadcasts."""
 WORDS = 2**20
@@ -38,8 +40,7 @@ class Announcement:
 
     def load_format(self) -> str:
         extent, counts = "whole" if self.is_whole else "part", ",".join(map(str, self.counts))
-        meeting = "" if self.meeting is None else "{}/{}".format(*self.meeting)
-        return ":".join([PROTOCOL, self.hash_kind, extent, counts, meeting])
+        return ":".join([PROTOCOL, self.hash_kind, extent, counts, _meeting_text(self.meeting)])
 
     @classmethod
     def parse(cls, load_format: str | None) -> "Announcement | None":
@@ -52,9 +53,27 @@ class Announcement:
                 f"the transfer is announced as {load_format!r:.60}, but this server takes {PROTOCOL}"
             )
         kind, extent, counts, meeting = fields
-        name, _, timeout_s = meeting.partition("/")
-        met = (name, int(timeout_s)) if name else None
-        return cls(kind, tuple(int(count) for count in counts.split(",")), extent == "whole", met)
+        numbers = tuple(int(count) for count in counts.split(","))
+        return cls(kind, numbers, extent == "whole", _meeting_of(meeting))
+
+
+def question(meeting: tuple[str, int] | None = None) -> str:
+    """The load format of ``QUESTION``. meeting: as in ``Announcement``."""
+    return QUESTION if meeting is None else f"{QUESTION}:{_meeting_text(meeting)}"
+
+
+def asked_meeting(load_format: str) -> tuple[str, int] | None:
+    """The meeting of a ``question``."""
+    return _meeting_of(load_format.removeprefix(QUESTION).removeprefix(":"))
+
+
+def _meeting_text(meeting: tuple[str, int] | None) -> str:
+    return "" if meeting is None else "{}/{}".format(*meeting)
+
+
+def _meeting_of(text: str) -> tuple[str, int] | None:
+    name, _, timeout_s = text.partition("/")
+    return (name, int(timeout_s)) if name else None
 
 
 def hash_kind(device: torch.device) -> str:

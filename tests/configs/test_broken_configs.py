@@ -1083,7 +1083,18 @@ TABLE = {
     ),
     "memory of another machine": Broken(
         options=f"rollout.weight_transfer=memory {NODES}", field="rollout.weight_transfer, launch.nodes", value="memory",
-        error="needs learner and servers on one machine", fix="set rollout.weight_transfer=broadcast, or remove launch.nodes",
+        error="needs on each of launch.nodes the whole model and whole servers",
+        fix="set rollout.weight_transfer=broadcast, or remove launch.nodes",
+    ),
+    "memory of a stage of another machine": Broken(
+        options=f"rollout.weight_transfer=memory {NODES} launch.placement=colocated layout.pp=2 rollout.replicas=2",
+        field="rollout.weight_transfer, launch.nodes", value="memory", error="needs on each of launch.nodes the whole model",
+        fix="set rollout.weight_transfer=broadcast, or remove launch.nodes",
+    ),
+    "memory for a server on two machines": Broken(
+        options=f"rollout.weight_transfer=memory {NODES} launch.placement=colocated layout.dp=2 rollout.replicas=1 rollout.tp=16",
+        field="rollout.weight_transfer, launch.nodes", value="memory", error="needs on each of launch.nodes the whole model",
+        fix="set rollout.weight_transfer=broadcast, or remove launch.nodes",
     ),
     "memory without a reader": Broken(
         options="rollout.weight_transfer=memory rollout.sglang_plugin=false",

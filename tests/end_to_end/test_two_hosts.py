@@ -80,6 +80,11 @@ def end(cluster: Cluster, cwd: Path, roles: dict[str, subprocess.Popen]) -> None
     cluster.assert_no_process_of(cwd)
 
 
+def have_joined_the_learner(run: Path) -> bool:
+    """Whether a server of the run has ever been in a process group with the learner, as SGLang says in its log."""
+    return any("init custom process group" in log.read_text() for log in run.glob("logs/*.log"))
+
+
 def test_by_the_commands_of_prepare(tmp_path):
     with two_hosts() as cluster:
         make_tiny_countdown_model(tmp_path / "model", seed=0)
@@ -138,6 +143,7 @@ def test_a_job_that_is_preempted_twice_and_loses_a_node_goes_on_by_itself(tmp_pa
         assert re.search(rf"^job +{job} RUNNING on host\[?a", status, re.MULTILINE), status
 
         wait_for_steps(cluster, job, run, 2)
+        assert not have_joined_the_learner(run), "the servers of each node copy from the learner on it"
         # SIGTERM to every process of the job, as a pre-emption. It stays held until its sides are separate.
         cluster.run("scontrol", "requeuehold", job)
         cluster.wait_for_job(job, "PENDING", "REQUEUE_HOLD")
@@ -158,6 +164,7 @@ def test_a_job_that_is_preempted_twice_and_loses_a_node_goes_on_by_itself(tmp_pa
         assert (
             cluster.steps(job).items() >= {"learn-0": "hosta", "sample": "hosta", "serve-0": "hostb"}.items()
         )
+        assert have_joined_the_learner(run)
         cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
 
         # Steps may be faster than the signal's way through Slurm and the batch script.

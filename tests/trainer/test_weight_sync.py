@@ -7,6 +7,7 @@ model.
 
 import itertools
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from contextlib import closing, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -28,15 +30,17 @@ from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
 from parallel.weights.precision import rounded
 from parallel.weights.transfer import Line, TransferPlan, plan_transfer
+from rollout.client import RolloutError
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending
 from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
 from rollout.sglang_plugin.tandem_tensor_places import Sent
-from rollout.sglang_plugin.tandem_weight_transfer import Announcement, differing, weight_hash
+from rollout.sglang_plugin.tandem_weight_transfer import TRIAL_BYTES, Announcement, differing, weight_hash
 from tests.support.megatron_workers import (
     learner_config,
     make_batch,
     make_hf_model,
+    run_ranks,
     weighted_loss,
     weights_of,
 )
@@ -67,6 +71,7 @@ class Replica:
         self.refuses_to_join = False
         self.refuses_to_open = False
         self.refuses_transfer = False
+        self.cannot_read = False
         self.break_received: Callable[[int, Tensor], None] = lambda broadcast, flat: None
         self.refuses_bucket: int | None = None
         self.fails_to_load: int | None = None
@@ -99,6 +104,13 @@ class Replica:
         for prefix in (group_name, f"{group_name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
         self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        return {}
+
+    def try_to_read(self, meeting: tuple[str, int]) -> dict:
+        if self.cannot_read:
+            raise ControlError("answered HTTP 400: another container")
+        with closing(Receiving(Meeting(*meeting))) as receiving:
+            receiving.receive([torch.empty(TRIAL_BYTES, dtype=torch.uint8)], lambda part: None)
         return {}
 
     def open(self) -> dict:
@@ -230,6 +242,10 @@ class FakeControl:
         return self._everywhere(
             "receive", lambda i: self.replicas[i].receive_all(version=version, **transfer)
         )
+
+    def try_to_read(self, meeting: tuple[str, int]) -> Pending:
+        self.calls.append("try_to_read")
+        return self._everywhere("read", lambda i: self.replicas[i].try_to_read(meeting))
 
     def require_plugin(self) -> None:
         self.calls.append("require_plugin")
@@ -1010,3 +1026,124 @@ def test_a_server_that_refuses_to_join_ends_the_wait_for_it(make_sync):
     with pytest.raises(ControlError, match="no such group"):
         make_sync(prepare=refuse, weight_transfer="broadcast")
     assert time.monotonic() - started < PROMPTLY_S
+
+
+NODES = ["127.0.0.1", "127.0.0.2"]
+
+
+class WholeControl(FakeControl):
+    """Rank 0's, of the servers of two nodes, which are slow to open an update. Where their nodes' senders serve them, their
+    versions are in files."""
+
+    def __init__(self, folder, root) -> None:
+        super().__init__(folder, len(NODES))
+        self.urls = [f"http://{node}:30000" for node in NODES]
+        self.beside: FakeControl | None = None
+        """Of the first node's server."""
+        self._root = root
+
+    def open_update(self) -> Pending:
+        def open_slowly(i: int) -> dict:
+            time.sleep(0.2)
+            (self._root / f"open-{NODES[i]}").touch()
+            return {}
+
+        self.calls.append("open_update")
+        return self._everywhere("open", open_slowly)
+
+    def versions(self) -> list[int]:
+        files = [self._root / f"version-{node}" for node in NODES]
+        return [int(file.read_text()) for file in files] if files[0].exists() else super().versions()
+
+    def probe(self, *unused, **settings) -> list[Completion]:
+        return (
+            super().probe(*unused, **settings)
+            if self.replicas[0].tensors
+            else self.beside.probe(*unused, **settings)
+        )
+
+
+def work_by_node(folder, root, weight_transfer: str, prepare: str | None) -> dict[str, Any]:
+    """One of two learner ranks, each on a node of its own with one server. prepare: what is set on the second node's server."""
+    rank, controls = dist.get_rank(), []
+    learner = Learner(learner_config(folder, data_parallel=2, aggregation=AggregationConfig(), sharded=True))
+
+    def control_of(urls: Sequence[str]) -> FakeControl:
+        assert urls == [f"http://{NODES[rank]}:30000"]
+        control = FakeControl(folder, 1)
+        replica = control.replicas[0]
+        if prepare is not None and rank == 1:
+            setattr(replica, prepare, True)
+        replica.before_broadcast = lambda bucket: receive_once_open()
+        controls.append(control)
+        if whole is not None:
+            whole.beside = control
+        return control
+
+    def receive_once_open() -> None:
+        if not (root / f"open-{NODES[rank]}").exists():
+            raise ControlError("answered HTTP 400: no update is open")
+        (root / f"version-{NODES[rank]}").write_text(str(learner.version))
+
+    whole = WholeControl(folder, root) if rank == 0 else None
+    if whole is not None:
+        controls.append(whole)
+    rollout = RolloutConfig(
+        dtype="float32", temperature=TEMPERATURE, replicas=2, weight_transfer=weight_transfer
+    )
+    nodes = NodesConfig(learner=2, rollout=2)
+    launch = LaunchConfig(collective_timeout_s=TIMEOUT_S, nodes=nodes, placement="colocated")
+    said: dict[str, Any] = {}
+    sync = None
+    try:
+        sync = WeightSync(learner, whole, rollout, launch, address=NODES[rank], control_of=control_of)
+        said["bytes"] = sync.publish().bytes
+    except RolloutError as error:
+        said["error"] = str(error)
+    said["calls"] = [control.calls for control in controls]
+    said["held"] = controls[-1].replicas[0].tensors
+    said["exported"] = {name: tensor.clone() for name, tensor in learner.engine.export_hf()}
+    if sync is not None:
+        sync.close()
+    for control in controls:
+        control.close()
+    return said
+
+
+@pytest.mark.parametrize("weight_transfer", ["auto", "memory"])
+def test_servers_of_each_node_copy_from_the_learner_on_their_node(folder, tmp_path, weight_transfer):
+    """From two senders in one update, which rank 0 opens before and closes after."""
+    ranks = run_ranks(work_by_node, 2, tmp_path / "ranks", folder, tmp_path, weight_transfer, None)
+    whole, *nodes = [calls for said in ranks for calls in said["calls"]]
+    assert whole == ["require_plugin", "open_update", "close_update", "resume"]
+    assert nodes == [
+        ["try_to_read", "receive_transfer version=1", "probe"],
+        ["try_to_read", "receive_transfer version=1"],
+    ]
+    for said in ranks:
+        assert said["bytes"] == sum(tensor.nbytes for tensor in said["exported"].values())
+        assert said["held"].keys() == said["exported"].keys()
+        assert all(torch.equal(said["held"][name], tensor) for name, tensor in said["exported"].items())
+
+
+@pytest.mark.parametrize("weight_transfer", ["auto", "memory"])
+def test_a_server_that_cannot_read_its_nodes_learner_gets_a_broadcast_or_an_error(
+    folder, tmp_path, weight_transfer
+):
+    first, second = run_ranks(
+        work_by_node, 2, tmp_path / "ranks", folder, tmp_path, weight_transfer, "cannot_read"
+    )
+    if weight_transfer == "memory":
+        assert first["error"] == second["error"]
+        assert re.search(
+            "memory: .*another container.*; set rollout.weight_transfer=broadcast", first["error"]
+        )
+        return
+    assert "error" not in first and "error" not in second
+    assert first["calls"][0][1:3] == ["open_update", "receive_transfer version=1"]
+    assert first["calls"][1:] == second["calls"] == [["try_to_read"]]
+
+
+def test_a_failure_on_one_node_is_raised_on_all(folder, tmp_path):
+    ranks = run_ranks(work_by_node, 2, tmp_path / "ranks", folder, tmp_path, "auto", "refuses_transfer")
+    assert [said["error"] for said in ranks] == ["answered HTTP 400: unknown tensor"] * 2

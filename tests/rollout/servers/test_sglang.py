@@ -46,7 +46,7 @@ from rollout.servers.kept_sets import REQUEST, Truncation
 from rollout.servers.ports import choose_ports
 from rollout.servers.served import OWNED_FLAGS, check_flags_exist, flags_of_sglang
 from rollout.servers.share import ServerShare
-from rollout.sglang_plugin.tandem_process_memory import Sending
+from rollout.sglang_plugin.tandem_process_memory import PLACE, Sending
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -570,6 +570,25 @@ def check_packed_matrices_arrive_rounded(control: SGLangControl, model) -> None:
     assert found[0] != found[1] != found[2]
 
 
+def check_that_servers_say_whether_they_can_read(control: SGLangControl) -> None:
+    """One rank that cannot copy is enough, and harms nothing."""
+    sender = StageSender(control, MEMORY, 60)
+    sender.try_memory()
+    say, calls = Sending._say, itertools.count()
+
+    def say_elsewhere(self, connection, flat, check):
+        if next(calls) == 0:
+            connection.send(PLACE.pack(4096, flat.numel()))
+        else:
+            say(self, connection, flat, check)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Sending, "_say", say_elsewhere)
+        with pytest.raises(ControlError, match=r"rank [01]: the weights could not be copied .*Bad address"):
+            sender.try_memory()
+    sender.try_memory()
+
+
 def send_broken(control: SGLangControl, weights, broken: str | None, carrier: str = MEMORY) -> None:
     """An update as version 99, of which another bit is sent than was hashed: of the tensor ``broken``, or of the hashes."""
     sender = StageSender(control, carrier, 60)
@@ -665,6 +684,7 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             has_plugin = num_nodes == 1
             if has_plugin:
                 control.require_plugin()
+                check_that_servers_say_whether_they_can_read(control)
                 with pytest.raises(ControlError, match=r"rank [01]: other bytes were received than sent"):
                     send_broken(control, list(models[1].named_parameters()), "model.norm.weight")
             else:
