@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder
 from launch.checks.disk_space import free_bytes
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import dequantised_architecture, read_hf_config
 from parallel.planning.memory import size_text
 from parallel.planning.variants import check_dequantised
 from rollout.guarded_process import own_name, remove_abandoned_in
@@ -56,7 +56,7 @@ def _open(folder: Path) -> "DequantisedWeights":
             f"config.json of {folder} has no quantization_config, so its weights are not quantised; use the folder as it is"
         )
     quantisation = check_dequantised(hf_config)
-    architecture = read_architecture({**hf_config, "quantization_config": None})
+    architecture = dequantised_architecture(hf_config)
 
     from parallel.weights.hf_headers import header_problems
     from parallel.weights.quantised import DequantisedWeights

@@ -15,7 +15,12 @@ from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.arguments import BadInput, as_bad_input, check_new_page
 from launch.tables import print_table
 from parallel.planning import memory
-from parallel.planning.architecture import Architecture, architecture_of
+from parallel.planning.architecture import (
+    Architecture,
+    dequantised_architecture,
+    read_architecture,
+    read_hf_config,
+)
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
 from parallel.planning.measured import NO_TABLE, Measured, read_measured
@@ -73,11 +78,17 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             check_new_page("--report", options.report)
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
     with as_bad_input(f"{config_path}: "):
-        architecture = architecture_of(config.model.path)
+        hf_config = read_hf_config(config.model.path)
+        is_quantised = hf_config.get("quantization_config") is not None
+        architecture = (dequantised_architecture if is_quantised else read_architecture)(hf_config)
         critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(
             architecture, config, cluster, critic=critic, reference=reference, measured=table, timing=timing
+        )
+    if is_quantised:
+        print(
+            "# planned for the model in bfloat16; before a run write it by `tandem dequantise FOLDER OUT`\n"
         )
     found = Found(config=config, cluster=cluster, measured=table, timing=timing, plans=plans)
     _print_table(plans, options.count)

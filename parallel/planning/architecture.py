@@ -22,7 +22,7 @@ from parallel.planning.config_fields import (
 from parallel.planning.config_parts import read_experts, read_recurrent
 from parallel.planning.families import SUPPORTED, Family, family_of
 from parallel.planning.model_parts import Experts, Latent, Recurrent
-from parallel.planning.variants import refuse_variants
+from parallel.planning.variants import check_dequantised, refuse_variants
 
 ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
 """Sizes of heads that SGLang 0.5.23 rotates on GPUs by a kernel of its own, with float32 tables and products
@@ -190,6 +190,13 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 def architecture_of(folder: Path) -> Architecture:
     """The architecture of a Hugging Face folder. Raises ValueError as ``read_hf_config`` and ``read_architecture`` do."""
     return read_architecture(read_hf_config(folder))
+
+
+def dequantised_architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a quantised config.json has once ``tandem dequantise`` has written its weights in bfloat16. Raises
+    ValueError as ``check_dequantised`` and ``read_architecture`` do."""
+    check_dequantised(hf_config)
+    return read_architecture({**hf_config, "quantization_config": None})
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:

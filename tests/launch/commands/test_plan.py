@@ -78,6 +78,27 @@ def test_without_a_description_there_are_no_seconds(config):
     assert "rank by seconds" not in run(config, "--gpu", "h100").stdout
 
 
+def test_a_published_quantised_model_is_planned_in_bfloat16_from_its_config_alone(config):
+    """Not one of a method whose weights nothing here reads."""
+    plain, folder = run(config, "--gpu-memory", "80"), config.parent / "published"
+    folder.mkdir()
+    hf_config = json.loads((MODEL / "config.json").read_text())
+    for method, reads in (("fp8", True), ("gptq", False)):
+        hf_config["quantization_config"] = {"quant_method": method, "weight_block_size": [128, 128]}
+        (folder / "config.json").write_text(json.dumps(hf_config))
+        done = run(config, "--gpu-memory", "80", "model.path=published")
+        assert (done.returncode == 0) == reads, done.stderr
+        if reads:
+            said, _, rest = done.stdout.partition("\n\n")
+            assert (
+                said
+                == "# planned for the model in bfloat16; before a run write it by `tandem dequantise FOLDER OUT`"
+            )
+            assert rest == plain.stdout
+        else:
+            assert "quant_method='gptq', which Tandem does not read" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("recipe", "gpus"),
     [("qwen2_5_7b", 8), ("qwen2_5_1_5b", 8), ("qwen2_5_32b", 64), ("long_responses/qwen3_30b_a3b_32k", 32)],
