@@ -122,10 +122,10 @@ class WeightSync:
     ):
         """control: None on all ranks but the first.
         agreement: the checks of probes and samples; None: only of probes, by the dtypes of both sides.
-        address: the address at which the servers reach this rank's host, if it is a sender.
+        address: this host's in the run. The servers reach a sender at it, and those of the same node answer at it.
         turns: None if the servers have their own devices.
-        control_of: makes a control of the given servers, like ``control`` for those at the start; None: for
-        servers without a key. lives: the address of each server that can receive weights, with the number of
+        control_of: makes a control of the given servers, like ``control``, for a sender or for servers that were started
+        again; None: for servers without a key. lives: the address of each server that can receive weights, with the number of
         its start; called only on rank 0. It raises a RolloutError if servers are not started any more. None,
         on all ranks, if the servers stay the same until the run ends. stop_requested: the reason to stop, or
         None; checked while servers start."""
@@ -196,10 +196,13 @@ class WeightSync:
 
     def _connect_by_node(self, urls: Sequence[str]) -> bool:
         """Make a sender of the first rank of each node, for the node's own servers. False, and no sender, if the run is not
-        suited, or if a server cannot read the memory of its node's sender. The servers are paused."""
-        groups, nodes = self._learner.groups, self._launch.nodes
-        if nodes is None or not self._launch.copies_by_node(self._rollout, groups.pp_size):
+        suited, or if a server cannot read the memory of its node's sender."""
+        groups, nodes, rollout = self._learner.groups, self._launch.nodes, self._rollout
+        if nodes is None or not self._launch.copies_by_node(
+            rollout, stages=groups.pp_size, replicas=rollout.replicas, nodes=nodes.rollout
+        ):
             return False
+        self._meet_servers()
         is_first_of_node = groups.rank % (groups.world_size // nodes.learner) == 0
         here = [url for url in urls if is_first_of_node and urlsplit(url).hostname == self._address]
         problem = None
@@ -209,20 +212,22 @@ class WeightSync:
                 self._sender.try_memory()
             except RolloutError as error:
                 problem = error
-        everyone = from_all_ranks((len(here), problem))
-        if sum(count for count, _ in everyone) != len(urls):
-            problem = WeightSyncError(f"the servers at {', '.join(urls)} are not all on the learner's nodes")
-        else:
-            problem = next((problem for _, problem in everyone if problem is not None), None)
+        everyone = from_all_ranks((self._address, here, problem))
+        problem = next((problem for *_, problem in everyone if problem is not None), None)
         if problem is None:
-            return True
+            if sorted(url for _, here, _ in everyone for url in here) == sorted(urls):
+                return True
+            addresses = ", ".join(sorted({address for address, *_ in everyone}))
+            servers = f"the servers answer at {', '.join(urls)}, and the learner's nodes have {addresses}"
+            problem = WeightSyncError(
+                f"{servers}; set launch.nodes.interface, so that both sides of a node use one address"
+            )
         if self._sender is not None:
             self._sender.close()
             self._sender = None
         if self._rollout.weight_transfer == "memory":
-            raise WeightSyncError(
-                f"rollout.weight_transfer=memory: {problem}; set rollout.weight_transfer=broadcast"
-            )
+            fix = "where a process may not read another's memory, set rollout.weight_transfer=broadcast"
+            raise WeightSyncError(f"rollout.weight_transfer=memory: {problem}; {fix}")
         if groups.rank == 0:
             print(f"weights go to the servers by gloo over the network, since {problem}", flush=True)
         return False
@@ -447,7 +452,7 @@ class WeightSync:
         return self._again_where_servers_change(send_and_probe)
 
     def close(self) -> None:
-        """Leave the transfer groups. Servers that have ended meanwhile are skipped."""
+        """Leave the transfer groups, and close ``control``. Servers that have ended meanwhile are skipped."""
         if self._sender is not None:
             try:
                 self._sender.close()

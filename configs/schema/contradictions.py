@@ -190,8 +190,14 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
             "they take turns on the same devices",
             "set rollout.max_staleness=0, or launch.placement=separate",
         )
-    launch, is_by_node = config.launch, config.launch.copies_by_node(config.rollout, config.layout.pp)
-    if config.rollout.weight_transfer == "memory" and launch.nodes is not None and not is_by_node:
+    rollout, nodes = config.rollout, config.launch.nodes
+    if (
+        nodes is not None
+        and rollout.weight_transfer == "memory"
+        and not config.launch.copies_by_node(
+            rollout, stages=config.layout.pp, replicas=rollout.replicas, nodes=nodes.rollout
+        )
+    ):
         yield Contradiction(
             ("rollout.weight_transfer", "launch.nodes"),
             "rollout.weight_transfer=memory needs on each of launch.nodes the whole model and whole servers: launch.placement=colocated, "

@@ -156,13 +156,11 @@ class LaunchConfig(Schema):
         machine."""
         return self.placement == "colocated"
 
-    def copies_by_node(self, rollout: RolloutConfig, stages: int) -> bool:
-        """Whether the servers of each node may copy the weights out of a learner's process on the same node: learner and
-        servers share several nodes, the one pipeline stage gathers the whole model on every rank, and each node has whole
-        servers."""
-        if self.nodes is None or not self.takes_turns or rollout.weight_transfer == "broadcast":
-            return False
-        return rollout.sglang_plugin and stages == 1 and rollout.replicas >= self.nodes.rollout
+    def copies_by_node(self, rollout: RolloutConfig, *, stages: int, replicas: int, nodes: int) -> bool:
+        """Whether the servers of each of several nodes may copy the weights out of a learner's process on the same node: both
+        sides share the nodes, the one pipeline stage gathers the whole model on every rank, and each node has whole servers."""
+        may_copy = rollout.sglang_plugin and rollout.weight_transfer != "broadcast"
+        return self.takes_turns and may_copy and stages == 1 and replicas >= nodes
 
     @property
     def patience_s(self) -> float:

@@ -101,11 +101,16 @@ class Estimator:
             partial(training_time, *step, critic=critic, reference=reference)
         )
         self._transfer = partial(transfer_seconds, architecture, config, machine)
+        self._gpus_per_node = machine.gpus_per_node
 
     def step(self, layout: LayoutConfig, *, tp: int, replicas: int, memory: RolloutMemory) -> StepTime:
         """A step of a learner of this layout and ``replicas`` servers of ``tp`` ranks, each with ``memory``."""
         sides = (layout.world_size, tp * replicas)
-        num_gpus = max(sides) if self._config.launch.takes_turns else sum(sides)
+        launch, rollout = self._config.launch, self._config.rollout
+        num_gpus = max(sides) if launch.takes_turns else sum(sides)
+        nodes = -(-num_gpus // self._gpus_per_node)
+        if launch.copies_by_node(rollout, stages=layout.pp, replicas=replicas, nodes=nodes):
+            num_gpus = min(num_gpus, self._gpus_per_node)  # no weights leave their node
         return StepTime(
             sampling=self._sampling(tp=tp, replicas=replicas, memory=memory),
             training=self._training(layout),
@@ -159,7 +164,8 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
     if config.launch.takes_turns:
         said.append(
             "learner and servers take turns; moving the learner to host memory and back at every step takes no time, and weights go "
-            "over the links, while their way through host memory takes no time (launch.placement=colocated)"
+            "over the links (within each node if layout.pp=1 and no server spans two), while their way through host memory takes no "
+            "time (launch.placement=colocated)"
         )
     if rollout.max_staleness:
         said.append(

@@ -1,6 +1,6 @@
 """Synchronous control of the SGLang servers by the learner: pause, receive weights, verify, resume.
 
-Rank 0 of the learner calls everything but ``join_group``, ``receive_transfer``, ``receive_bucket`` and
+Rank 0 of the learner calls everything but ``join_group``, ``try_to_read``, ``receive_transfer``, ``receive_bucket`` and
 ``leave_group``. For these every sender of the learner has its own ``SGLangControl``: while a rank waits until the
 servers take a bucket, it must see at once that a server has refused it.
 
@@ -23,8 +23,8 @@ interrupted update stays open, and paused servers stay paused, until a whole upd
 
 Paused servers also lend their device's memory (``release_memory``) until they are resumed.
 
-Every server handles its requests one by one in the order of the calls (``ControlLine``), even if the caller
-does not wait for the answers.
+Every server handles the requests of a control one by one in the order of the calls (``ControlLine``), even if the caller
+does not wait for the answers. Before another control asks it to receive, ``open_update`` must have been answered.
 
 The caller's end of the transfer and the content of the weights are not this file's concern.
 """

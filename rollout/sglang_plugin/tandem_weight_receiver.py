@@ -64,22 +64,22 @@ def answer_the_question(original, manager, request):
     if not (request.load_format or "").startswith(QUESTION):
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
-    from sglang.srt.runtime_context import get_parallel
 
     name, failures = PROTOCOL + WITH_EXPERTS if is_captured() else PROTOCOL, []
     if (meeting := asked_meeting(request.load_format)) is not None:
-        failures = everywhere(try_to_read(Meeting(*meeting)), get_parallel().tp_group.cpu_group)
+        failures = everywhere(try_to_read(Meeting(*meeting)), manager.tp_cpu_group)
     failure = next(filter(None, failures), None)
     return UpdateWeightsFromDistributedReqOutput(success=failure is None, message=failure or name)
 
 
 def try_to_read(meeting: Meeting) -> str | None:
     """What keeps this process from copying out of the memory of the one at the meeting."""
-
-    def copy(receiving: Receiving) -> None:
-        receiving.receive([torch.empty(TRIAL_BYTES, dtype=torch.uint8)], lambda part: None)
-
-    return _at(meeting, copy)
+    try:
+        with closing(Receiving(meeting)) as receiving:
+            receiving.receive([torch.empty(TRIAL_BYTES, dtype=torch.uint8)], lambda part: None)
+    except OSError as error:
+        return f"cannot copy out of the learner's memory ({error})"
+    return None
 
 
 def receive(original, updater, *, names, dtypes, shapes, group_name, load_format=None):
@@ -157,14 +157,9 @@ def receive_from_memory(
     receiver: "Receiver", tensors: Sequence["Sent"], announced: Announcement, meeting: Meeting
 ) -> str | None:
     """What failed, such as that the learner is gone: every rank must hear of that."""
-    return _at(meeting, lambda receiving: receiver.receive(tensors, announced, FromMemory(receiving)))
-
-
-def _at(meeting: Meeting, work: Callable[[Receiving], str | None]) -> str | None:
-    """The result of ``work``, or why the memory cannot be copied."""
     try:
         with closing(Receiving(meeting)) as receiving:
-            return work(receiving)
+            return receiver.receive(tensors, announced, FromMemory(receiving))
     except OSError as error:
         fix = "; set rollout.weight_transfer=broadcast" if isinstance(error, PermissionError) else ""
         return f"the weights could not be copied out of the learner's memory ({error}){fix}"

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-PROTOCOL = "tandem-transfer-4"
+PROTOCOL = "tandem-transfer-5"
 """Name and version; both sides must have the same."""
 QUESTION = "tandem-transfer?"
 """The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it. With a meeting behind

@@ -1038,12 +1038,15 @@ class WholeControl(FakeControl):
     def __init__(self, folder, root) -> None:
         super().__init__(folder, len(NODES))
         self.urls = [f"http://{node}:30000" for node in NODES]
+        self.refuses_to_open = False
         self.beside: FakeControl | None = None
         """Of the first node's server."""
         self._root = root
 
     def open_update(self) -> Pending:
         def open_slowly(i: int) -> dict:
+            if self.refuses_to_open:
+                raise ControlError("answered HTTP 400: a session is open already")
             time.sleep(0.2)
             (self._root / f"open-{NODES[i]}").touch()
             return {}
@@ -1063,17 +1066,26 @@ class WholeControl(FakeControl):
         )
 
 
-def work_by_node(folder, root, weight_transfer: str, prepare: str | None) -> dict[str, Any]:
-    """One of two learner ranks, each on a node of its own with one server. prepare: what is set on the second node's server."""
-    rank, controls = dist.get_rank(), []
-    learner = Learner(learner_config(folder, data_parallel=2, aggregation=AggregationConfig(), sharded=True))
+def work_by_node(folder, root, weight_transfer: str, broken: str | None) -> dict[str, Any]:
+    """A learner's rank on one of two nodes, each with one server. broken: what is set on the second node's server."""
+    rank, size, controls = dist.get_rank(), dist.get_world_size(), []
+    node = NODES[rank * len(NODES) // size]
+    learner = Learner(
+        learner_config(
+            folder,
+            data_parallel=size,
+            aggregation=AggregationConfig(),
+            sharded=True,
+            learner={"minibatches": 1},
+        )
+    )
 
     def control_of(urls: Sequence[str]) -> FakeControl:
-        assert urls == [f"http://{NODES[rank]}:30000"]
+        assert urls == [f"http://{node}:30000"]
         control = FakeControl(folder, 1)
         replica = control.replicas[0]
-        if prepare is not None and rank == 1:
-            setattr(replica, prepare, True)
+        if node == NODES[1] and broken in ("cannot_read", "refuses_transfer"):
+            setattr(replica, broken, True)
         replica.before_broadcast = lambda bucket: receive_once_open()
         controls.append(control)
         if whole is not None:
@@ -1081,13 +1093,16 @@ def work_by_node(folder, root, weight_transfer: str, prepare: str | None) -> dic
         return control
 
     def receive_once_open() -> None:
-        if not (root / f"open-{NODES[rank]}").exists():
+        if not (root / f"open-{node}").exists():
             raise ControlError("answered HTTP 400: no update is open")
-        (root / f"version-{NODES[rank]}").write_text(str(learner.version))
+        (root / f"version-{node}").write_text(str(learner.version))
 
     whole = WholeControl(folder, root) if rank == 0 else None
     if whole is not None:
         controls.append(whole)
+        whole.refuses_to_open = broken == "refuses_to_open"
+        if broken == "is_elsewhere":
+            whole.urls[1] = "http://127.0.0.3:30000"
     rollout = RolloutConfig(
         dtype="float32", temperature=TEMPERATURE, replicas=2, weight_transfer=weight_transfer
     )
@@ -1096,12 +1111,12 @@ def work_by_node(folder, root, weight_transfer: str, prepare: str | None) -> dic
     said: dict[str, Any] = {}
     sync = None
     try:
-        sync = WeightSync(learner, whole, rollout, launch, address=NODES[rank], control_of=control_of)
+        sync = WeightSync(learner, whole, rollout, launch, address=node, control_of=control_of)
         said["bytes"] = sync.publish().bytes
     except RolloutError as error:
         said["error"] = str(error)
     said["calls"] = [control.calls for control in controls]
-    said["held"] = controls[-1].replicas[0].tensors
+    said["held"] = controls[-1].replicas[0].tensors if controls else None
     said["exported"] = {name: tensor.clone() for name, tensor in learner.engine.export_hf()}
     if sync is not None:
         sync.close()
@@ -1110,10 +1125,10 @@ def work_by_node(folder, root, weight_transfer: str, prepare: str | None) -> dic
     return said
 
 
-@pytest.mark.parametrize("weight_transfer", ["auto", "memory"])
-def test_servers_of_each_node_copy_from_the_learner_on_their_node(folder, tmp_path, weight_transfer):
-    """From two senders in one update, which rank 0 opens before and closes after."""
-    ranks = run_ranks(work_by_node, 2, tmp_path / "ranks", folder, tmp_path, weight_transfer, None)
+@pytest.mark.parametrize(("weight_transfer", "size"), [("auto", 4), ("memory", 2)])
+def test_servers_of_each_node_copy_from_the_learner_on_their_node(folder, tmp_path, weight_transfer, size):
+    """From two senders in one update, which rank 0 opens before and closes after. Further ranks of a node send nothing."""
+    ranks = run_ranks(work_by_node, size, tmp_path / "ranks", folder, tmp_path, weight_transfer, None)
     whole, *nodes = [calls for said in ranks for calls in said["calls"]]
     assert whole == ["require_plugin", "open_update", "close_update", "resume"]
     assert nodes == [
@@ -1122,28 +1137,34 @@ def test_servers_of_each_node_copy_from_the_learner_on_their_node(folder, tmp_pa
     ]
     for said in ranks:
         assert said["bytes"] == sum(tensor.nbytes for tensor in said["exported"].values())
+    for said in ranks[:: size // 2]:
         assert said["held"].keys() == said["exported"].keys()
         assert all(torch.equal(said["held"][name], tensor) for name, tensor in said["exported"].items())
 
 
+@pytest.mark.parametrize("broken", ["cannot_read", "is_elsewhere"])
 @pytest.mark.parametrize("weight_transfer", ["auto", "memory"])
 def test_a_server_that_cannot_read_its_nodes_learner_gets_a_broadcast_or_an_error(
-    folder, tmp_path, weight_transfer
+    folder, tmp_path, weight_transfer, broken
 ):
-    first, second = run_ranks(
-        work_by_node, 2, tmp_path / "ranks", folder, tmp_path, weight_transfer, "cannot_read"
-    )
+    first, second = run_ranks(work_by_node, 2, tmp_path / "ranks", folder, tmp_path, weight_transfer, broken)
     if weight_transfer == "memory":
-        assert first["error"] == second["error"]
-        assert re.search(
-            "memory: .*another container.*; set rollout.weight_transfer=broadcast", first["error"]
-        )
+        why = {
+            "cannot_read": "memory: answered HTTP 400: another container; .*set rollout.weight_transfer=broadcast",
+            "is_elsewhere": "127.0.0.3:30000, and the learner's nodes have 127.0.0.1, 127.0.0.2; set launch.nodes.interface",
+        }
+        assert first["error"] == second["error"] and re.search(why[broken], first["error"])
         return
     assert "error" not in first and "error" not in second
     assert first["calls"][0][1:3] == ["open_update", "receive_transfer version=1"]
-    assert first["calls"][1:] == second["calls"] == [["try_to_read"]]
+    assert first["calls"][1:] == [["try_to_read"]]
+    assert second["calls"] == ([["try_to_read"]] if broken == "cannot_read" else [])
 
 
-def test_a_failure_on_one_node_is_raised_on_all(folder, tmp_path):
-    ranks = run_ranks(work_by_node, 2, tmp_path / "ranks", folder, tmp_path, "auto", "refuses_transfer")
-    assert [said["error"] for said in ranks] == ["answered HTTP 400: unknown tensor"] * 2
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [("refuses_transfer", "unknown tensor"), ("refuses_to_open", "a session is open already")],
+)
+def test_a_failure_on_one_node_is_raised_on_all(folder, tmp_path, broken, why):
+    ranks = run_ranks(work_by_node, 2, tmp_path / "ranks", folder, tmp_path, "auto", broken)
+    assert [said["error"] for said in ranks] == [f"answered HTTP 400: {why}"] * 2
