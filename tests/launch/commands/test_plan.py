@@ -187,11 +187,17 @@ def test_turns_of_two_nodes_are_printed_with_yaml_that_loads_and_is_placed(confi
 
 def test_a_step_of_turns_is_sampling_then_training_of_the_same_layouts(config):
     """As on twice as many GPUs, where each side has its own: the same layouts sample and train for as long. The weights
-    then go to the other node, and with turns they stay within one, unless the nodes are half as large."""
+    then go to the other node, and with turns they stay within one: also if the nodes are half as large, unless the learner has
+    stages, a server takes two of them, or they are broadcast."""
     turns, _ = timed(config, COLOCATED, gpus=8)
     separate = {layouts_of(each): each.time for each in timed(config, gpus=16)[0]}
-    over_nodes = {layouts_of(each): each.time for each in timed(config, COLOCATED, gpus=8, per_node=4)[0]}
+    over_nodes, broadcast = (
+        {layouts_of(each): each.time for each in timed(config, COLOCATED, *more, gpus=8, per_node=4)[0]}
+        for more in ([], ["rollout.weight_transfer=broadcast"])
+    )
     assert len(turns) == len(over_nodes) > 5, "no tensor-parallel group is larger than the smaller nodes"
+    stay = [each for each in turns if each.learner.pp == 1 and each.replicas >= 2]
+    assert 0 < len(stay) < len(turns)
     for each in turns:
         apart = separate[layouts_of(each)]
         assert each.time is not None and apart is not None
@@ -199,7 +205,10 @@ def test_a_step_of_turns_is_sampling_then_training_of_the_same_layouts(config):
         assert each.time.transfer < apart.transfer
         spread = over_nodes[layouts_of(each)]
         assert spread is not None
-        assert (spread.sampling, spread.transfer) == (apart.sampling, apart.transfer)
+        assert (spread.sampling, spread.transfer) == (
+            apart.sampling, each.time.transfer if each in stay else apart.transfer,
+        )  # fmt: skip
+        assert broadcast[layouts_of(each)].transfer == apart.transfer
         parts = each.time.sampling.total + each.time.training.total + each.time.transfer
         assert each.time.total == pytest.approx(parts)
 

@@ -391,10 +391,10 @@ def test_announcements_are_read_as_they_were_written(counts, is_whole, kind, mee
 
 @pytest.mark.parametrize(
     "text",
-    ["tandem-transfer-3:xxh3:whole:1:", "tandem-transfer-4:xxh3:whole:1", "tandem-transfer-4:md5:part:1:"],
+    ["tandem-transfer-4:xxh3:whole:1:", "tandem-transfer-5:xxh3:whole:1", "tandem-transfer-5:md5:part:1:"],
 )
 def test_other_versions_and_broken_announcements_are_refused(text):
-    with pytest.raises(ValueError, match="this server takes tandem-transfer-4"):
+    with pytest.raises(ValueError, match="this server takes tandem-transfer-5"):
         transfer.Announcement.parse(text)
     assert transfer.Announcement.parse(None) is None
     assert transfer.Announcement.parse("flattened_bucket") is None
