@@ -139,7 +139,8 @@ def test_gmpo_matches_a_loop_over_sequences(rows, parameters):
         (2.9, -2.0, 5.8, 5.8, (False, False)),
         (5.0, -2.0, 6.0, 0.0, (False, True)),  # A < 0 far above: held at 3 |A|
         (5.0, 2.0, -2.56, 0.0, (True, False)),  # dual clip is for A < 0 alone
-        (5.0, 0.0, 0.0, 0.0, (False, False)),
+        (5.0, 0.0, 0.0, 0.0, (False, False)),  # there is nothing to hold
+        (0.5, 0.0, 0.0, 0.0, (False, False)),
     ],
 )
 def test_clipped_by_hand(ratio, advantage, loss, slope, flags):
