@@ -20,15 +20,19 @@ class KeptSets:
     """int32, distinct within a token"""
 
     def __post_init__(self) -> None:
-        if (self.num_T < 0).any() or int(self.num_T.sum()) != self.ids_M.numel():
+        if (self.num_T < 0).any():
+            raise ValueError(
+                f"num_kept_T has a count of {int(self.num_T.min())}; a token has at least 0 kept ids"
+            )
+        if int(self.num_T.sum()) != self.ids_M.numel():
             raise ValueError(
                 f"num_kept_T counts {int(self.num_T.sum())} kept ids, but kept_ids_M has {self.ids_M.numel()}; give as many as are counted"
             )
 
     def at(self, places: Tensor) -> "KeptSets":
         """Those of the tokens at ``places`` (int64), in that order."""
-        all_ends, num_T = self.num_T.long().cumsum(0), self.num_T[places]
-        ends = num_T.long().cumsum(0)
+        all_ends, num_T = self.num_T.cumsum(0), self.num_T[places]  # int64, in which torch sums int32
+        ends = num_T.cumsum(0)
         # An id's place is its token's first place here, plus its distance from its token's first place there.
         shift_T = (all_ends[places] - num_T) - (ends - num_T)
         chosen = shift_T.repeat_interleave(num_T) + torch.arange(int(num_T.sum()), device=num_T.device)

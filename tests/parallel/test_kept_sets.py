@@ -71,6 +71,8 @@ def test_counts_and_ids_that_do_not_fit_are_refused():
     batch = packed([[[1, 2], [3]]])
     with pytest.raises(ValueError, match="counts 3 kept ids, but kept_ids_M has 2"):
         batch.with_fields(kept_ids_M=batch.kept_ids_M[:2])
+    with pytest.raises(ValueError, match="num_kept_T has a count of -1; a token has at least 0"):
+        batch.with_fields(num_kept_T=torch.tensor([4, -1], dtype=torch.int32))
     with pytest.raises(ValueError, match="one is missing; pass both"):
         batch.with_fields(kept_ids_M=None)
     with pytest.raises(ValueError, match="convert it to int32"):

@@ -50,5 +50,5 @@ def rewards_at_turns(
     row_of_S[ids_S] = torch.arange(len(ids_S))
     rows_V = row_of_S[turns.sequence_ids_V]
     is_here_V = rows_V >= 0
-    places = batch.cu_seqlens[rows_V[is_here_V]].to(torch.int64) + turns.places_V[is_here_V]
+    places = batch.cu_seqlens[rows_V[is_here_V]] + turns.places_V[is_here_V]
     return rewards_T.index_add(0, places, values_V[is_here_V])

@@ -139,7 +139,8 @@ def test_gmpo_matches_a_loop_over_sequences(rows, parameters):
         (2.9, -2.0, 5.8, 5.8, (False, False)),
         (5.0, -2.0, 6.0, 0.0, (False, True)),  # A < 0 far above: held at 3 |A|
         (5.0, 2.0, -2.56, 0.0, (True, False)),  # dual clip is for A < 0 alone
-        (5.0, 0.0, 0.0, 0.0, (False, False)),
+        (5.0, 0.0, 0.0, 0.0, (False, False)),  # there is nothing to hold
+        (0.5, 0.0, 0.0, 0.0, (False, False)),
     ],
 )
 def test_clipped_by_hand(ratio, advantage, loss, slope, flags):
@@ -256,6 +257,32 @@ def test_gmpo_by_hand():
     assert result.ratio_T.tolist()[:2] == pytest.approx([2.0, 0.75])  # before the bound
 
 
+def test_gmpo_marks_the_tokens_that_are_held_on_the_side_of_their_advantage():
+    ratios, signs = double(2.0, 0.5, 2.0, 0.5, 2.0, 0.5), double(1.0, 1.0, -1.0, -1.0, 0.0, 0.0)
+    result = run("gmpo", ratios.log(), double(*[0.0] * 6), signs)
+    assert result.clipped_T.tolist() == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "current", "old", "advantage", "parameters"),
+    [
+        ("gmpo", -0.5, -1.0, 1.0, {"clip_high": 0.5}),
+        ("gmpo", -1.0, -0.5, -1.0, {"clip_low": 0.5}),
+        ("dppo", 0.0, math.log(0.5), 1.0, {"max_increase": 0.5}),
+        ("dppo", math.log(0.5), 0.0, -1.0, {"max_decrease": 0.5}),
+    ],
+)
+def test_what_lies_on_a_bound_is_not_clipped(name, current, old, advantage, parameters):
+    result = run(name, double(current), double(old), double(advantage), **parameters)
+    assert not result.clipped_T.item()
+
+
+@pytest.mark.parametrize("name", [*PER_TOKEN, *PER_SEQUENCE])
+def test_only_the_loss_has_a_gradient(name):
+    result = run(name, double(-1.0, -2.0, requires_grad=True), double(-1.5, -1.0), double(1.0, -1.0))
+    assert result.loss_T.requires_grad and not result.ratio_T.requires_grad
+
+
 def test_geometric_mean_weights():
     weights = double(2.0, 8.0, torch.nan, 0.0, 5.0, torch.nan)
     mask = torch.tensor([True, True, False, True, True, False])
@@ -350,6 +377,12 @@ def test_extreme_log_ratios_stay_finite(name, dual_clip):
         assert result.ratio_T is None or result.ratio_T.isfinite().all()
         if name == "clipped":
             assert gradient.tolist() == [0.0] * 4
+
+
+def test_the_mean_over_a_long_response_of_float32_keeps_its_digits():
+    current_T, old_T = torch.full((1 << 17,), -0.9, requires_grad=True), torch.full((1 << 17,), -1.0)
+    loss = run("gmpo", current_T, old_T, torch.ones_like(old_T)).loss_T[0].item()
+    assert -loss == pytest.approx(math.exp((current_T[0] - old_T[0]).item()), rel=1e-6)
 
 
 def test_gspo_ratio_is_bounded():

@@ -44,6 +44,9 @@ def test_sums_and_maxima_are_those_of_plain_loops(lengths, seed, by_torch, dtype
     if by_torch:
         (sums_S * torch.arange(len(lengths))).sum().backward()
         assert x_T.grad.tolist() == [float(i) for i, length in enumerate(lengths) for _ in range(length)]
+        (of_maxima_T,) = torch.autograd.grad(maxima_S[maxima_S.isfinite()].sum(), x_T)
+        greatest = [number == part.argmax() for part in parts for number in range(len(part))]
+        assert of_maxima_T.tolist() == [float(is_greatest) for is_greatest in greatest]
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 99), by_torch=st.booleans(), data=st.data())
