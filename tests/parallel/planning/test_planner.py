@@ -309,7 +309,7 @@ def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
 
 
 def test_the_server_that_is_named_has_the_least_weights_where_none_has_room():
-    with pytest.raises(NothingFits, match="a server of rollout.tp=8 has .* and room for 0 tokens"):
+    with pytest.raises(NothingFits, match=r"a server of rollout\.tp=8 has .* and room for 0 tokens"):
         ranked(QWEN_32B, run_config(), cluster(16, 6))
 
 
