@@ -62,10 +62,19 @@ def _best_step(folder: RunFolder) -> int:
         raise BadInput(f"--best: {error}; leave --best out") from error
     if step is None:
         error = f"--best: {folder.path} has no best checkpoint"
-        raise BadInput(f"{error}; train with checkpoint.keep_best=eval/accuracy, or leave --best out")
+        raise BadInput(f"{error}; {_why_no_best(folder)}leave --best out")
     if wrong := missing(step_folder(folder.checkpoints, step)):
         raise BadInput(f"--best: the checkpoint of step {step} is not complete ({wrong}); leave --best out")
     return step
+
+
+def _why_no_best(folder: RunFolder) -> str:
+    config = load_config(folder.config) if folder.config.is_file() else None
+    if not isinstance(config, RunConfig) or config.checkpoint.keep_best is None:
+        return "train with checkpoint.keep_best=eval/accuracy, or "
+    most = config.alarms.reward_failed_max
+    where = "" if most is None else f" where at most {most} of the rewards failed (alarms.reward_failed_max)"
+    return f"checkpoint.keep_best={config.checkpoint.keep_best} has found no evaluation after a step{where}; "
 
 
 def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) -> int | None:

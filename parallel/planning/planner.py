@@ -266,7 +266,7 @@ class _Search:
             )
         servers = self._servers()
         if servers:
-            tp, memory = max(servers, key=lambda pair: pair[1].tokens)
+            tp, memory = max(servers, key=lambda pair: (pair[1].tokens, -pair[1].weights))
             lines.append(
                 f"a server of rollout.tp={tp} has {size_text(memory.weights)} of weights per GPU and room for {memory.tokens} tokens of "
                 f"the {self.longest_sequence} that a sequence may have"

@@ -239,21 +239,34 @@ class SimulatedDevice(TorchDispatchMode):
         elif func in _CONSTANTS and _is_small(result):
             self.know(result, torch.full(result.shape, _CONSTANTS[func], dtype=result.dtype))
         elif (truth := _certain_truth(func, args)) is not None:
-            self.know(result, torch.full(result.shape, truth))
+            everywhere = torch.tensor(truth).expand(result.shape)
+            self.know(result, everywhere.contiguous() if _is_small(result) else everywhere)
         elif all(_is_small(t) for t in tree_leaves(result) if isinstance(t, Tensor)) and all(
             t is written or self.numbers(t) is not None for t in tensors
         ):
             self._compute(func, args, kwargs, written, result)
+        elif written is None and torch.Tag.pointwise in func.tags and all(map(self._has_one_number, tensors)):
+            once = tree_map_only(Tensor, self._one_number, (args, _on_host(kwargs)))
+            self.know(result, func(*once[0], **once[1]).expand(result.shape))
         elif written is not None:
             self._known.pop(written, None)
+
+    def _has_one_number(self, tensor: Tensor) -> bool:
+        """Whether one number is known to be everywhere in a tensor, of any size."""
+        numbers = self.numbers(tensor)
+        return numbers is not None and not any(numbers.stride())
+
+    def _one_number(self, tensor: Tensor) -> Tensor:
+        numbers = self.numbers(tensor)
+        assert numbers is not None
+        return numbers.as_strided((), ())
 
     def _compute(self, func, args, kwargs, written: Tensor | None, result) -> None:
         if written is not None and self.numbers(written) is None:
             if func not in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor):
                 return  # it changes numbers that are not known
             self.know(written, torch.zeros(written.shape, dtype=written.dtype))
-        on_host = {k: v for k, v in kwargs.items() if k != "device"}
-        known_args, known_kwargs = tree_map_only(Tensor, self.numbers, (args, on_host))
+        known_args, known_kwargs = tree_map_only(Tensor, self.numbers, (args, _on_host(kwargs)))
         numbers = func(*known_args, **known_kwargs)
         if not func._schema.is_mutable:
             for place, value in zip(tree_leaves(result), tree_leaves(numbers), strict=True):
@@ -279,6 +292,10 @@ def _copies_to_host(func, args, target) -> bool:
     if func is aten.copy_.default:
         return not args[0].is_meta
     return args[0].is_meta and target is not None and torch.device(target).type == "cpu"
+
+
+def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != "device"}
 
 
 def _is_small(tensor: Tensor) -> bool:

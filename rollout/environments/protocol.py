@@ -54,7 +54,13 @@ class Outcome:
     @classmethod
     def of(cls, score: Score, **parts: float) -> "Outcome":
         """The outcome of a score by the run's reward, with further ``parts``. A failed score gives no reward
-        and no parts. ``correct`` is still taken from the score: the deciding part may have been computed."""
+        and no parts. ``correct`` is still taken from the score: the deciding part may have been computed.
+
+        Raises TypeError for a number: a reward of the environment's own is ``Outcome(reward=...)``."""
+        if not isinstance(score, Score):
+            raise TypeError(
+                f"Outcome.of takes what `await context.score(text)` returns, not {score!r}; a reward of your own is Outcome(reward=...)"
+            )
         if score.error is not None:
             return cls(reward=None, correct=score.correct, status=Status.REWARD_FAILED, error=score.error)
         return cls(reward=score.value, parts={**score.parts, **parts}, correct=score.correct)

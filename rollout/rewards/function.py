@@ -77,7 +77,7 @@ def to_score(returned: object) -> Score:
 
 
 def _finite_number(value: object, name: str) -> float:
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | np.bool_):  # numpy's truth is no Real, though Python's is
         raise TypeError(f"{name} must be a number, not {short(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {float(value)}, which is not finite")

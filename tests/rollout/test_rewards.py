@@ -407,6 +407,7 @@ def score(prompt_text, response_text, reference):
         return os.getpid()
     return {
         "nan": float("nan"), "inf": -float("inf"), "none": None, "text": "1", "bool": True, "numpy": numpy.float32(0.5),
+        "numpy bool": numpy.float32(1) > 0,
         "huge": 10 ** 400, "beyond": 1e39, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
     }.get(response_text, float(prompt_text == "p" and reference == "r"))
 
@@ -532,7 +533,7 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
         "bad part": "part 'style' is nan",
         "bad parts": "must be a dict",
     }
-    good = {"fine": 1.0, "bool": 1.0, "numpy": 0.5, "parts": 0.5}
+    good = {"fine": 1.0, "bool": 1.0, "numpy": 0.5, "numpy bool": 1.0, "parts": 0.5}
     before = children()
     scores = dict(zip([*bad, *good], scores_of(function_config(user_module), *bad, *good), strict=True))
     for response, message in bad.items():

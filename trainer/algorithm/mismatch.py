@@ -251,8 +251,8 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     outside = torch.count_nonzero((excess_N < near_low - 1) | (excess_N > near_high - 1)).item()
     k3_N = excess_N.sub_(bounded_N)
     return k3_N, {
-        "k1": Metric.quotient(-total, count),
-        "logprob_gap_max": Metric(reduction=Reduction.MAX, parts=(max(-low_log, high_log),)),
+        "k1": Metric.quotient(0.0 - total, count),
+        "logprob_gap_max": Metric(reduction=Reduction.MAX, parts=(max(0.0 - low_log, high_log),)),
         "ratio_mean": Metric.quotient(count + excess, count),
         "ratio_max": Metric(reduction=Reduction.MAX, parts=(1 + high,)),
         "ratio_min": Metric(reduction=Reduction.MIN, parts=(1 + low,)),
@@ -266,7 +266,7 @@ def _perplexities(
 ) -> dict[str, Metric]:
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
     sums_XR = torch.stack([train_R, rollout_R, train_R - rollout_R])
-    log_ppl_XR = sums_XR.neg() / lengths_R
+    log_ppl_XR = (0 - sums_XR) / lengths_R  # 0, not -0, of equal policies
     diff_R = log_ppl_XR[2]
     names = ("log_ppl_train", "log_ppl_rollout", "ppl_train", "ppl_rollout", "ppl_ratio")
     names += ("log_ppl_diff_mean", "log_ppl_diff_abs", "chi2_sequence")

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.errors import ConfigError
-from configs.loader import load_config
+from configs.loader import load_config, resolved_yaml
 from launch.checks.arguments import BadInput
 from launch.commands.results import _best_step
 from launch.processes.run_folder import RunFolder
@@ -34,6 +34,13 @@ def test_a_metric_that_no_evaluation_has_is_refused(overrides, message):
 def test_the_best_step_is_the_one_that_is_named_and_complete(tmp_path):
     folder = RunFolder(tmp_path)
     with pytest.raises(BadInput, match=r"--best: .* has no best checkpoint; train with checkpoint.keep_best"):
+        _best_step(folder)
+    config = load_config(RECIPE, ["checkpoint.keep_best=eval/accuracy"])
+    folder.config.write_text(resolved_yaml(config))
+    with pytest.raises(
+        BadInput,
+        match=r"checkpoint\.keep_best=eval/accuracy has found no evaluation .* at most 0\.05 of the rewards failed",
+    ):
         _best_step(folder)
     folder.checkpoints.mkdir()
     (folder.checkpoints / "best.json").write_text('{"step": 4, "metric": "eval/accuracy", "value": 0.5}')

@@ -308,6 +308,11 @@ def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
         assert ranked(QWEN_32B, changed, where), fix
 
 
+def test_the_server_that_is_named_has_the_least_weights_where_none_has_room():
+    with pytest.raises(NothingFits, match=r"a server of rollout\.tp=8 has .* and room for 0 tokens"):
+        ranked(QWEN_32B, run_config(), cluster(16, 6))
+
+
 SMALL = COMMON | {
     "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 32,
     "num_key_value_heads": 2, "intermediate_size": 768,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel.megatron.attention import Scoring, lower_right_causal_attention
-from parallel.simulation.device import BLOCK_BYTES, NotKnown, SimulatedDevice
+from parallel.simulation.device import BLOCK_BYTES, MOST_KNOWN, NotKnown, SimulatedDevice
 from parallel.simulation.kernels import attention_flops, fused
 
 META = torch.device("meta")
@@ -120,6 +120,18 @@ def test_an_unknown_number_is_0_and_an_unknown_shape_an_error():
             weights[weights > 0]
         with pytest.raises(NotKnown, match="asks the device"):
             bool((weights > 0).any())
+
+
+def test_weights_of_any_size_are_finite():
+    """An embedding of a large model has more elements than there are numbers known."""
+    with SimulatedDevice() as device:
+        weights = torch.empty(MOST_KNOWN + 1, device=META)
+        finite = weights.isfinite()
+        assert bool(finite.all()) and not bool((~finite).any())
+        assert device.numbers(finite).untyped_storage().nbytes() == 1
+        few = weights[:4].isfinite()
+        few[1:3] = False
+        assert few.nonzero().shape == (2, 1), "numbers of a part are those of the whole"
 
 
 def test_numbers_that_are_changed_by_unknown_ones_are_forgotten():

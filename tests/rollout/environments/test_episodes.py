@@ -632,6 +632,10 @@ def returns(value):
     return run
 
 
+async def gives_a_number(problem, context):
+    return Outcome.of(0.25)
+
+
 @pytest.mark.parametrize(
     ("run", "status", "message"),
     [
@@ -639,6 +643,11 @@ def returns(value):
         (raises_at_once, Status.FAILED, "OSError: no such tool"),
         (hangs, Status.TIME_LIMIT, "environment.timeout_s=0.05"),
         (returns(None), Status.FAILED, "returned NoneType; return an Outcome"),
+        (
+            gives_a_number,
+            Status.FAILED,
+            r"returns, not 0\.25; a reward of your own is Outcome\(reward=\.\.\.\)",
+        ),
         (returns(Outcome(reward=math.nan)), Status.REWARD_FAILED, "nan, which is not finite"),
         (returns(Outcome(reward=1.0, parts={"a": math.inf})), Status.REWARD_FAILED, "part 'a' is inf"),
         (returns(Outcome(reward="high")), Status.FAILED, "must be a number"),

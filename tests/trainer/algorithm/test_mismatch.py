@@ -282,6 +282,7 @@ def test_equal_policies_show_no_gap():
         "mismatch/response_abs_prob_mean_share/le_1e-05",
     }
     assert found == {name: float(name in ones) for name in found}
+    assert [name for name, value in found.items() if math.copysign(1, value) < 0] == [], "0, not -0"
 
 
 @settings(max_examples=60, deadline=None)
