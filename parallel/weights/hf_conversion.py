@@ -120,9 +120,8 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
             }
             _check_shapes(parts, shapes)
             parameter.copy_(_local_shard(name, _merge_parts(name, list(parts.values()), model), parameter))
-            if (
-                not torch.stack(torch.aminmax(parameter)).isfinite().all()
-            ):  # NaN is the least and the greatest
+            extremes = torch.stack(torch.aminmax(parameter))  # where there is NaN, both are NaN
+            if not extremes.isfinite().all():
                 raise ValueError(
                     f"{weights.folder} has NaN or infinity in {' or '.join(parts)}, as {parameter.dtype}; use a copy of the model that is "
                     "whole"
