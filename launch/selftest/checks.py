@@ -53,7 +53,7 @@ def packages(machine: Machine) -> dict[str, str]:
 
 
 def _packages(bench: Bench) -> Found:
-    spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0)
+    spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0, key=bench.folder.run_key())
     share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
     environments = {"SGLang": server_environment(spec, share, 0)}
     modules = packages(bench.machine)
