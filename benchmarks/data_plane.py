@@ -305,6 +305,7 @@ def sample_role(run: Path, plan: dict) -> None:
         announce=lambda address: print(json.dumps(address), flush=True),
         log_dir=run,
         key=run_key(run / "key.yaml"),
+        doing=lambda activity: None,
     )
     with profiled(run / "sample.prof"):
         asyncio.run(role)

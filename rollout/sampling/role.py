@@ -68,10 +68,6 @@ logger = logging.getLogger(__name__)
 LAST_REPLY_LINGER_MS = 1000
 
 
-def _ignore_activity(activity: str) -> None:
-    """The default listener of this role's activity."""
-
-
 class Policy(Protocol):
     """The part of a model's architecture that sampling needs; ``parallel.planning.architecture.Architecture`` has it."""
 
@@ -91,8 +87,8 @@ async def run_sample_role(
     announce: Callable[[str], None],
     log_dir: Path,
     key: RunKey,
+    doing: Callable[[str], None],
     host: str = "127.0.0.1",
-    doing: Callable[[str], None] = _ignore_activity,
 ) -> None:
     """Serve the learner until it sends Stop.
 
@@ -103,8 +99,8 @@ async def run_sample_role(
         announce: called once with this role's address on ``host``, as soon as it accepts requests.
         log_dir: folder for the log of a router, if the config has one.
         key: the learner proves it to this role, and this role to the servers.
-        host: agents of an environment also reach the policy there.
         doing: called with each activity, for status reports.
+        host: agents of an environment also reach the policy there.
 
     Raises:
         ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
@@ -208,9 +204,9 @@ async def serve(
     *,
     announce: Callable[[str], None],
     key: RunKey,
+    doing: Callable[[str], None],
     host: str = "127.0.0.1",
     peer_timeout_s: float = PEER_TIMEOUT_S,
-    doing: Callable[[str], None] = _ignore_activity,
 ) -> None:
     """Answer requests on a free port, one at a time, until Stop. The answer to a failed request is a Failure.
 

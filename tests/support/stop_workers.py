@@ -168,7 +168,7 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
 
     # A daemon: if a request hangs, the role ends with this process, as it does with its supervisor.
     threading.Thread(
-        target=lambda: asyncio.run(serve(sampler, announce=announce, key=KEY)), daemon=True
+        target=lambda: asyncio.run(serve(sampler, announce=announce, key=KEY, doing=print)), daemon=True
     ).start()
     assert ready.wait(20)
     return RemoteSampler(addresses[0], timeout_s=15.0 if script.what == "silent" else 60.0, key=KEY)
@@ -210,6 +210,8 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         ledger=Ledger(folder / LEDGER, keep_until=resumed or 0) if learner.is_first_rank else None,
         first_step=1 if resumed is None else resumed + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
+        doing=lambda part: None,
+        profiled=lambda step: contextlib.nullcontext(),
     )
     try:
         with run.tracker or contextlib.nullcontext(), saved_where_interrupted(run):

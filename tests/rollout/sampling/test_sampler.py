@@ -1072,6 +1072,7 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
                 announce=asked.append,
                 log_dir=tmp_path,
                 key=KEY,
+                doing=print,
             )
         )
     assert asked == []
@@ -1103,6 +1104,7 @@ def test_the_sample_role_mixes_what_is_not_left_out(model_dir, tmp_path, longest
                 announce=asked.append,
                 log_dir=tmp_path,
                 key=KEY,
+                doing=print,
             )
         )
     assert asked == ([] if error else [1])
@@ -1137,6 +1139,7 @@ def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model
                 announce=asked.append,
                 log_dir=tmp_path,
                 key=KEY,
+                doing=print,
             )
         )
     assert asked == []
@@ -1183,6 +1186,7 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(
         announce=announce,
         log_dir=tmp_path,
         key=KEY,
+        doing=print,
     )
     thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
     thread.start()
@@ -1289,7 +1293,8 @@ class Served:
             ready.set()
 
         thread = threading.Thread(
-            target=lambda: asyncio.run(serve(sampler, announce=announce, key=self._key)), daemon=True
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=self._key, doing=print)),
+            daemon=True,
         )
         thread.start()
         assert ready.wait(20)
