@@ -114,7 +114,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     from rollout.sampling.messages import Groups, SamplerState, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group
     from rollout.servers.answers import Sent, collection_paused, read_answer
-    from trainer.batch.sharing_out import Division
+    from trainer.batch.sharing_out import share_out
     from trainer.batch.step_batch import step_batch
     from trainer.ranks.scattering import packed, unpacked
 
@@ -143,7 +143,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     with clock("decode"):
         groups = decode_reply(message).groups
     with clock("split"):
-        shares = Division(num_minibatches=1, dp_size=RANKS, token_budget=32768).shares(groups)
+        shares = share_out(groups, num_minibatches=1, dp_size=RANKS, token_budget=32768)
     with clock("send"):
         sent = [packed(share) for share in shares]
     with clock("receive one"):
