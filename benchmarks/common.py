@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
+    from rollout.run_key import RunKey
+    from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
 
@@ -94,17 +96,26 @@ def in_own_process(file: str, *arguments: str, env: Mapping[str, str] = os.envir
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@contextmanager
-def serving(config: "RunConfig", logs: Path) -> Iterator["ServerFleet"]:
-    """Inside, the SGLang servers of a config answer, on CPU."""
+def servers_on_cpu(config: "RunConfig", logs: Path) -> "ServerSpec":
+    """The settings of the SGLang servers of a config, on CPU. Their key is made beside their logs."""
+    from rollout.run_key import run_key
     from rollout.servers.command import ServerSpec
+
+    logs.mkdir(parents=True, exist_ok=True)
+    return ServerSpec(config=config, cuda=False, key=run_key(logs / "key.yaml"))
+
+
+@contextmanager
+def serving(config: "RunConfig", logs: Path) -> Iterator[tuple["ServerFleet", "RunKey"]]:
+    """Inside, the SGLang servers of a config answer, on CPU, to requests that prove the key."""
     from rollout.servers.fleet import ServerFleet
 
-    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
+    spec = servers_on_cpu(config, logs)
+    fleet = ServerFleet(spec, logs)
     try:
         fleet.start()
         fleet.wait_healthy(900)
-        yield fleet
+        yield fleet, spec.key
     finally:
         fleet.stop()
 

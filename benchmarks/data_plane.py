@@ -305,6 +305,7 @@ def sample_role(run: Path, plan: dict) -> None:
         announce=lambda address: print(json.dumps(address), flush=True),
         log_dir=run,
         key=run_key(run / "key.yaml"),
+        doing=lambda activity: None,
     )
     with profiled(run / "sample.prof"):
         asyncio.run(role)
@@ -462,20 +463,21 @@ def _bytes(trajectory: Any) -> int:
 
 def hand_over(groups: Any, plan: dict, version: int) -> Any:
     """As ``Learner.receive``, for a layout without Megatron's groups: ranks with the same share are neighbours."""
-    from trainer.batch.sharing_out import Division
+    from trainer.batch.sharing_out import share_out
     from trainer.batch.step_batch import step_batch
     from trainer.ranks.scattering import scatter
     from trainer.ranks.totals import on_all_ranks
 
     shares = None
     if groups is not None:
-        shares = Division(
+        shares = share_out(
+            groups,
             num_minibatches=1,
             dp_size=plan["ranks"] // plan["copies"],
             token_budget=max(32768, 2 * plan["longest"]),
             needs_siblings=True,
             shares_prompts=plan["digests"],
-        ).shares(groups)
+        )
     share = scatter(shares, lambda rank: rank // plan["copies"])
     newest = version if plan["staleness"] else None
     return on_all_ranks(lambda: step_batch(share, newest=newest, share_prompts=plan["digests"]))

@@ -192,7 +192,7 @@ def beside(config: "RunConfig", case: Case, gpu: str, measured: dict) -> dict:
         work_of(config, "cuda" if platform.has_cuda() else "cpu"), num_microbatches=1, transfers_weights=False
     )
     planned = learner_memory(architecture, layout, work, stage=0)
-    optimizer = optimizer_seconds(architecture, config, machine, layout, 0)
+    optimizer = optimizer_seconds(architecture, config, machine, layout, 0, is_policy=True)
     score, computing = measured["score"]["median"], without_optimizer(measured)
     peak = 1e12 * getattr(machine.hardware.peak_tflops, case.dtype)
     host = passes(case.recompute) * machine.hardware.overheads.pass_s

@@ -81,15 +81,14 @@ def record_answers(scratch: Path, length: int) -> list[bytes]:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2 * length}))
     rollout = {"dtype": "float32", "max_total_tokens": 4 * GROUP_SIZE * length}
     spec = RunConfig(model={"path": scratch / "model"}, task={"type": "countdown"}, rollout=rollout)
-    with serving(spec, scratch / "logs") as fleet:
+    with serving(spec, scratch / "logs") as (fleet, key):
         sampling = neutral_sampling_params(max_new_tokens=length, temperature=1.0) | {"ignore_eos": True}
         bodies = []
         for first in range(2):
             ids = [[3 + first, *[4] * (PROMPT_TOKENS - 1)]] * GROUP_SIZE
             body = orjson.dumps({"input_ids": ids, "sampling_params": sampling, "return_logprob": True})
-            request = urllib.request.Request(
-                f"{fleet.urls[0]}/generate", body, {"Content-Type": "application/json"}
-            )
+            headers = {"Content-Type": "application/json"} | key.http_headers
+            request = urllib.request.Request(f"{fleet.urls[0]}/generate", body, headers)
             with urllib.request.urlopen(request, timeout=600) as response:
                 bodies.append(response.read())
         return bodies
@@ -115,7 +114,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     from rollout.sampling.messages import Groups, SamplerState, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group
     from rollout.servers.answers import Sent, collection_paused, read_answer
-    from trainer.batch.sharing_out import Division
+    from trainer.batch.sharing_out import share_out
     from trainer.batch.step_batch import step_batch
     from trainer.ranks.scattering import packed, unpacked
 
@@ -144,7 +143,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     with clock("decode"):
         groups = decode_reply(message).groups
     with clock("split"):
-        shares = Division(num_minibatches=1, dp_size=RANKS, token_budget=32768).shares(groups)
+        shares = share_out(groups, num_minibatches=1, dp_size=RANKS, token_budget=32768)
     with clock("send"):
         sent = [packed(share) for share in shares]
     with clock("receive one"):

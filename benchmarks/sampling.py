@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, line, parser, write  # noqa: E402
+from benchmarks.common import announce, line, parser, servers_on_cpu, write  # noqa: E402
 
 WORKLOADS = {
     "step": {"groups": 32, "group_size": 8, "max_new_tokens": 14},
@@ -88,26 +88,24 @@ def config_of(model: Path, plugin: bool, recipe: Path | None, overrides: list[st
 
 
 def measure(configs: dict, folder: Path, rounds: int) -> dict:
-    from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
     model = next(iter(configs.values())).model.path
-    fleets = {
-        name: ServerFleet(ServerSpec(config=config, cuda=False), folder / name)
-        for name, config in configs.items()
-    }
+    specs = {name: servers_on_cpu(config, folder / name) for name, config in configs.items()}
+    fleets = {name: ServerFleet(spec, folder / name) for name, spec in specs.items()}
+    keys = {name: spec.key for name, spec in specs.items()}
     try:
         for fleet in fleets.values():
             fleet.start()
         for fleet in fleets.values():
             fleet.wait_healthy(600)
-        return {name: measure_workload(name, fleets, model, rounds) for name in WORKLOADS}
+        return {name: measure_workload(name, fleets, keys, model, rounds) for name in WORKLOADS}
     finally:
         for fleet in fleets.values():
             fleet.stop()
 
 
-def measure_workload(workload: str, fleets: dict, model: Path, rounds: int) -> dict:
+def measure_workload(workload: str, fleets: dict, keys: dict, model: Path, rounds: int) -> dict:
     from configs.schema.task import CountdownTask
     from rollout.tasks import load_task
     from rollout.tokenization import end_token_ids, load_tokenizer
@@ -122,7 +120,8 @@ def measure_workload(workload: str, fleets: dict, model: Path, rounds: int) -> d
         prompts = [train[rng.randrange(len(train))].token_ids for _ in range(shape["groups"])]
         for name in list(fleets)[:: 1 if round_number % 2 else -1]:
             scheduler = scheduler_of(fleets[name])
-            wall, used, groups = asyncio.run(sample(fleets[name].urls, scheduler, prompts, shape, stops))
+            asked = sample(fleets[name].urls, keys[name], scheduler, prompts, shape, stops)
+            wall, used, groups = asyncio.run(asked)
             last[name] = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
             if round_number:
                 seconds[name].append(wall)
@@ -147,7 +146,7 @@ def scheduler_of(fleet):
     return next(child for child in children if "scheduler" in " ".join(child.cmdline()))
 
 
-async def sample(urls, scheduler, prompts, shape, stops) -> tuple[float, float, list[list[Sampled]]]:
+async def sample(urls, key, scheduler, prompts, shape, stops) -> tuple[float, float, list[list[Sampled]]]:
     """(seconds, the scheduler's CPU seconds, each group's samples). Without ``stops`` each sample has the greatest
     length. Flushing the cache, which collects garbage, is not counted."""
     import aiohttp
@@ -163,7 +162,8 @@ async def sample(urls, scheduler, prompts, shape, stops) -> tuple[float, float, 
             rows = [one["meta_info"]["output_token_logprobs"] for one in await answer.json()]
         return [[(logprob, token) for logprob, token, *_ in row] for row in rows]
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+    limit = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=limit, headers=key.http_headers) as session:
         async with session.post(f"{urls[0]}/flush_cache", params={"timeout": 30}) as answer:
             answer.raise_for_status()
         began, before = time.perf_counter(), sum(scheduler.cpu_times()[:2])

@@ -22,7 +22,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, servers_on_cpu, spread, write  # noqa: E402
 
 TARGETS = {"tandem --help": 0.5, "tandem train CONFIG --dry-run": 3.0}
 RECIPE = ROOT / "configs" / "recipes" / "countdown_tiny.yaml"
@@ -95,7 +95,6 @@ def cpu_seconds(command: list[str], folder: Path, environment: Mapping[str, str]
 
 def server_start(model: Path, logs: Path, *, forked: bool) -> dict[str, float]:
     from configs.schema import RunConfig
-    from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
     config = RunConfig(
@@ -103,7 +102,7 @@ def server_start(model: Path, logs: Path, *, forked: bool) -> dict[str, float]:
         task={"type": "countdown"},
         rollout={"dtype": "float32", "max_total_tokens": 4096, "sglang_plugin": forked},
     )
-    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
+    fleet = ServerFleet(servers_on_cpu(config, logs), logs)
     began = time.perf_counter()
     fleet.start()
     try:

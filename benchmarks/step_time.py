@@ -127,7 +127,8 @@ def measure_rank(path: Path, rounds: int) -> None:
     from trainer.loop import train
 
     folder = RunFolder(path)
-    run = learning.build_run(folder, load_config(folder.config))
+    config = load_config(folder.config)
+    run = learning.build_run(folder, config, stop_requested=lambda: None, doing=lambda part: None)
     gc.freeze()  # as learning.learn does
     watch = Watch(run.learner, run.tracker)
     seconds: dict[str, list[float]] = {}

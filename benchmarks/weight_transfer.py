@@ -231,8 +231,8 @@ def served(model: Path, scratch: Path, given) -> Iterator["SGLangControl"]:
 
     rollout = {"dtype": given.dtype, "max_total_tokens": 4096, "tp": given.tp}
     config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
-    with serving(config, scratch / "logs") as fleet:
-        yield SGLangControl(fleet.urls, tensor_parallel=given.tp, timeout_s=TIMEOUT_S)
+    with serving(config, scratch / "logs") as (fleet, key):
+        yield SGLangControl(fleet.urls, tensor_parallel=given.tp, timeout_s=TIMEOUT_S, key=key)
 
 
 class Receivers:

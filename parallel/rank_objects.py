@@ -19,6 +19,13 @@ def from_first_rank(mine: T) -> T:
     return shared[0] if is_there.item() else None  # pyright: ignore[reportReturnType] - None is T then
 
 
+def raise_on_all_ranks(failure: str | None, what: str) -> None:
+    """Raise OSError on every rank if rank 0 could not write ``what``, and so left what was there before as it was."""
+    failure = from_first_rank(failure)
+    if failure is not None:
+        raise OSError(f"could not write {what}: {failure}; what was there before is unchanged")
+
+
 def from_all_ranks(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The object of each rank of ``group`` (None: of all), in the order of ranks."""
     everyone: list = [mine] * dist.get_world_size(group)

@@ -76,14 +76,13 @@ def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket
             return watch(connection, peer_timeout_s)
 
 
-def own_answer(host: str, port: int, path: str, *, key: RunKey | None, timeout_s: float) -> bytes | None:
+def own_answer(host: str, port: int, path: str, *, key: RunKey, timeout_s: float) -> bytes | None:
     """The body of the answer to GET from a server of this run (``require_own``), if its status is 200; else None."""
-    headers = {} if key is None else key.http_headers
     with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         try:
             connection.connect()
             require_own(connection.sock)
-            connection.request("GET", path, headers=headers)
+            connection.request("GET", path, headers=key.http_headers)
             response = connection.getresponse()
             return response.read() if response.status == 200 else None
         except (OSError, http.client.HTTPException):
@@ -164,14 +163,11 @@ def heartbeats(peer_timeout_s: float) -> dict[int, int]:
 class Requester:
     """A ZeroMQ REQ socket that reports a lost peer. A plain one would wait forever for the lost answer."""
 
-    def __init__(
-        self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey | None = None
-    ) -> None:
+    def __init__(self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey) -> None:
         self._address, self._peer_timeout_s = address, peer_timeout_s
         self._socket = context.socket(zmq.REQ)
-        if key is not None:
-            self._socket.curve_serverkey, _ = key.curve_pair("sampler")
-            self._socket.curve_publickey, self._socket.curve_secretkey = key.curve_pair("learner")
+        self._socket.curve_serverkey, _ = key.curve_pair("sampler")
+        self._socket.curve_publickey, self._socket.curve_secretkey = key.curve_pair("learner")
         self._socket.setsockopt(zmq.LINGER, 0)
         for option, value in heartbeats(peer_timeout_s).items():
             self._socket.setsockopt(option, value)

@@ -28,7 +28,7 @@ from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.plan import Routing, pack_prompted
-from trainer.batch.sharing_out import Division, Share
+from trainer.batch.sharing_out import Share, share_out
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.critic import Critic
 from trainer.ranks.metrics import (
@@ -148,7 +148,8 @@ class Learner:
 
     def _shares_of(self, groups: Sequence[Group]) -> list[Share]:
         config = self._config
-        return Division(
+        return share_out(
+            groups,
             num_minibatches=config.learner.minibatches,
             dp_size=self.groups.dp_size,
             token_budget=config.learner.token_budget,
@@ -158,7 +159,7 @@ class Learner:
             shares_prompts=self._shares_prompts,
             parts_no_signal=config.packs_no_signal_apart,
             masks_truncated=config.learner.truncated_responses == "mask",
-        ).shares(groups)
+        )
 
     @property
     def _shares_prompts(self) -> bool:

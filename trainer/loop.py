@@ -26,7 +26,7 @@ up for a missed evaluation.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -64,14 +64,14 @@ class Run:
     tracker: Tracker | None
     ledger: Ledger | None
     """None on all ranks but the first, like the tracker."""
+    doing: Callable[[str], None]
+    """Called with the name of each part of the step that this rank enters."""
+    profiled: Callable[[int], AbstractContextManager[object]]
+    """Gives the context manager in which a traced step runs."""
     devices: OwnDevices = field(default_factory=OwnDevices)
     first_step: int = 1
     evaluation_owed: bool = False
     """Whether the step before the first lacks its evaluation."""
-    doing: Callable[[str], None] = lambda part: None
-    """Called with the name of each part of the step that this rank enters."""
-    profiled: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
-    """Gives the context manager in which a traced step runs."""
 
 
 def train(run: Run) -> None:

@@ -38,8 +38,8 @@ class StepClock:
 
 def clocked(
     steps: Iterable[int],
-    doing: Callable[[str], None] = lambda part: None,
-    profiled: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext(),
+    doing: Callable[[str], None],
+    profiled: Callable[[int], AbstractContextManager[object]],
 ) -> Iterator[tuple[int, StepClock]]:
     """Each step with its clock. The body of the loop over them is a span of the trace.
 

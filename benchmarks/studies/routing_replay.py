@@ -88,11 +88,12 @@ def sample_interrupted(folder: Path, newer: Path, logs: Path, *, prompts: int) -
     comes after a quarter of the time that the same prompts took without it, which was the server's first work."""
     config = replaying_server(folder, 1)
     options = {"max_new_tokens": 2 * NEW_TOKENS, "temperature": TEMPERATURE, "stop_token_ids": [END]}
-    asked, client = made_up_prompts(prompts), {"experts": architecture_of(folder).experts}
+    asked = made_up_prompts(prompts)
     with (
-        serving(config, logs) as fleet,
-        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as control,
+        serving(config, logs) as (fleet, key),
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120, key=key) as control,
     ):
+        client = {"experts": architecture_of(folder).experts, "key": key}
         with ThreadPoolExecutor(1) as thread:
             begin = monotonic()
             asyncio.run(ask(fleet.urls, asked, options, client))

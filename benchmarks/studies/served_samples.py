@@ -41,8 +41,8 @@ def sample(
     """The samples of one server: ``SIBLINGS`` to each prompt, again for each of ``clients``, which are a client's options."""
     asked = made_up_prompts(prompts)
     options = {"max_new_tokens": new_tokens, "temperature": temperature, "stop_token_ids": [end]}
-    with serving(config, logs) as fleet:
-        return [asyncio.run(ask(fleet.urls, asked, options, each)) for each in clients]
+    with serving(config, logs) as (fleet, key):
+        return [asyncio.run(ask(fleet.urls, asked, options, each | {"key": key})) for each in clients]
 
 
 def made_up_prompts(count: int) -> list[list[int]]:

@@ -1,12 +1,14 @@
 """Settings that contradict what servers do: SGLang's own flags, routing replay, aligned numerics, adapters,
 and sampling from a part of the vocabulary."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.errors import Contradiction
 
 if TYPE_CHECKING:
+    from configs.schema.rollout import RolloutConfig
     from configs.schema.run import RunConfig
 
 OTHER_NCCL = (
@@ -98,16 +100,28 @@ def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
             "drops the request for experts",
             fix,
         )
-    for name, value in config.rollout.server_args.items():
-        flag = name.replace("_", "-")
-        reason = NO_EXPERTS_WITH.get(flag)
-        if flag.startswith("speculative-"):
-            reason = "its steps check several tokens at once, whose experts SGLang does not tell apart"
-        is_chunked = flag == "chunked-prefill-size" and isinstance(value, int) and value > 0
-        if reason is not None and value is not False and not is_chunked:
+    yield from _of_flags(config.rollout, "learner.routing", "learner.routing=rollout", fix, _why_no_experts)
+
+
+def _why_no_experts(flag: str, value: object) -> str | None:
+    if flag.startswith("speculative-"):
+        return "its steps check several tokens at once, whose experts SGLang does not tell apart"
+    if flag == "chunked-prefill-size" and isinstance(value, int) and value > 0:
+        return None
+    return NO_EXPERTS_WITH.get(flag)
+
+
+def _of_flags(
+    rollout: "RolloutConfig", field: str, setting: str, fix: str, why_not: Callable[[str, object], str | None]
+) -> Iterator[Contradiction]:
+    """The server_args that do not go with ``setting``, a value of ``field``. ``why_not``: the reason for a flag and its value;
+    None if they go together."""
+    for name, value in rollout.server_args.items():
+        reason = why_not(name.replace("_", "-"), value)
+        if reason is not None and value is not False:
             yield Contradiction(
-                ("learner.routing", "rollout.server_args"),
-                f"learner.routing=rollout does not go with rollout.server_args.{name}={value}: {reason}",
+                (field, "rollout.server_args"),
+                f"{setting} does not go with rollout.server_args.{name}={value}: {reason}",
                 fix,
             )
 
@@ -248,20 +262,17 @@ def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
             "and drops the request for kept ids",
             fix,
         )
-    for name, value in rollout.server_args.items():
-        flag = name.replace("_", "-")
-        reason = NO_KEPT_IDS_WITH.get(flag)
-        if flag.startswith("speculative-"):
-            reason = "SGLang returns kept ids with few of its drafting methods, and none of them was tried"
-        if flag == "sampling-backend" and value != "ascend":
-            reason = None
-        if flag == "enable-deterministic-inference" and not rollout.min_p:
-            reason = None
-        if flag == "sampling-mask-max-tokens" and isinstance(value, int) and value >= rollout.top_k:
-            reason = None
-        if reason is not None and value is not False:
-            yield Contradiction(
-                ("rollout.top_k", "rollout.server_args"),
-                f"rollout.top_k={rollout.top_k} does not go with rollout.server_args.{name}={value}: {reason}",
-                fix,
-            )
+    why_not = partial(_why_no_kept_ids, rollout)
+    yield from _of_flags(rollout, "rollout.top_k", f"rollout.top_k={rollout.top_k}", fix, why_not)
+
+
+def _why_no_kept_ids(rollout: "RolloutConfig", flag: str, value: object) -> str | None:
+    if flag.startswith("speculative-"):
+        return "SGLang returns kept ids with few of its drafting methods, and none of them was tried"
+    if flag == "sampling-backend" and value != "ascend":
+        return None
+    if flag == "enable-deterministic-inference" and not rollout.min_p:
+        return None
+    if flag == "sampling-mask-max-tokens" and isinstance(value, int) and value >= rollout.top_k:
+        return None
+    return NO_KEPT_IDS_WITH.get(flag)

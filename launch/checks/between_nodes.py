@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.schema.launch import NodesConfig
-from launch.checks.node import Finding, Level, fail, ok, warn
+from launch.checks.node import Level, NodeFinding, fail, ok, warn
 from launch.processes.addresses import free_port, own_address, role_environment
 from launch.processes.locks import locked
 from launch.processes.run_folder import write_json
@@ -44,7 +44,7 @@ class Meeting:
     timeout_s: float
 
 
-def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Finding]:
+def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[NodeFinding]:
     """Findings of several nodes together. Each waits ``meeting.timeout_s`` for the others, and names those that
     are missing."""
     writable = _check_folder(meeting.folder)
@@ -71,7 +71,7 @@ def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Find
     yield from _check_collectives(nodes, meeting, cards[0]["address"])
 
 
-def _check_folder(folder: Path) -> Finding:
+def _check_folder(folder: Path) -> NodeFinding:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f"try-{socket.gethostname()}-{os.getpid()}") as file:
@@ -116,7 +116,7 @@ def leave(meeting: Meeting) -> None:
             write_json(meeting.folder / f"done-{meeting.node}.json", {})
 
 
-def _check_clocks(cards: dict[int, dict]) -> Finding:
+def _check_clocks(cards: dict[int, dict]) -> NodeFinding:
     """Compares the times at which the nodes wrote their cards by their own clocks. The spread is an upper bound
     of the skew, since nodes may also start at different times."""
     times = [card["written"] for card in cards.values()]
@@ -144,7 +144,7 @@ def _listening(address: str) -> Iterator[int]:
             server.shutdown()
 
 
-def _check_ports(cards: dict[int, dict], meeting: Meeting) -> Iterator[Finding]:
+def _check_ports(cards: dict[int, dict], meeting: Meeting) -> Iterator[NodeFinding]:
     others = [card for node, card in sorted(cards.items()) if node != meeting.node]
     with ThreadPoolExecutor(max_workers=max(len(others), 1)) as pool:
         problems = [*filter(None, pool.map(lambda card: _connect(card, meeting.timeout_s), others))]
@@ -166,7 +166,7 @@ def _connect(card: dict, timeout_s: float) -> str | None:
     return f"{where} is answered by another program, which says {answer!r}"
 
 
-def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[Finding]:
+def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[NodeFinding]:
     """One all-reduce with gloo and, if there are GPUs, one with NCCL, each with its own deadline."""
     os.environ.update(role_environment(nodes))
     import torch
@@ -180,7 +180,7 @@ def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -
         yield _run_within(meeting.timeout_s * 2, backend, work)
 
 
-def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding:
+def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> NodeFinding:
     import torch
     import torch.distributed as dist
 
@@ -202,9 +202,9 @@ def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding
     return ok(backend, f"all-reduce of {mib} MiB over {size} nodes: {rate:.2f} GB/s")
 
 
-def _run_within(seconds: float, check: str, work: Callable[[], Finding]) -> Finding:
+def _run_within(seconds: float, check: str, work: Callable[[], NodeFinding]) -> NodeFinding:
     """``work()`` in a thread that may be left behind, since a collective that hangs cannot be interrupted."""
-    result: list[Finding] = []
+    result: list[NodeFinding] = []
 
     def run() -> None:
         try:

@@ -40,7 +40,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class NodeFinding:
     level: Level
     check: str
     text: str
@@ -50,19 +50,19 @@ class Finding:
         return f"{self.level:<5} {self.check:<12} {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
-def ok(check: str, text: str) -> Finding:
-    return Finding(level=Level.OK, check=check, text=text)
+def ok(check: str, text: str) -> NodeFinding:
+    return NodeFinding(level=Level.OK, check=check, text=text)
 
 
-def warn(check: str, text: str, fix: str) -> Finding:
-    return Finding(level=Level.WARN, check=check, text=text, fix=fix)
+def warn(check: str, text: str, fix: str) -> NodeFinding:
+    return NodeFinding(level=Level.WARN, check=check, text=text, fix=fix)
 
 
-def fail(check: str, text: str, fix: str = "") -> Finding:
-    return Finding(level=Level.FAIL, check=check, text=text, fix=fix)
+def fail(check: str, text: str, fix: str = "") -> NodeFinding:
+    return NodeFinding(level=Level.FAIL, check=check, text=text, fix=fix)
 
 
-def checks_of_node(nodes: NodesConfig | None, config: AnyConfig | None) -> Iterator[Finding]:
+def checks_of_node(nodes: NodesConfig | None, config: AnyConfig | None) -> Iterator[NodeFinding]:
     """Findings about this node, for any config or for this one. ``nodes``: those of the config, or other ones if several nodes
     are checked."""
     yield _versions()
@@ -76,7 +76,7 @@ def checks_of_node(nodes: NodesConfig | None, config: AnyConfig | None) -> Itera
         yield _model(config.model.path)
 
 
-def _versions() -> Finding:
+def _versions() -> NodeFinding:
     tested: dict[str, str] = {}
     for file in ("cpu.txt", "cuda.lock"):
         lines = (Path(__file__).parents[1] / "requirements" / file).read_text().splitlines()
@@ -97,7 +97,7 @@ def _versions() -> Finding:
     return ok("versions", ", ".join(installed))
 
 
-def _libc() -> Finding:
+def _libc() -> NodeFinding:
     """This system's C library against the wheels of the environment, which another system may have installed."""
     name, version = platform.libc_ver()
     if name != "glibc":
@@ -119,7 +119,7 @@ def _glibc_of_wheels() -> Iterator[tuple[tuple[int, int], str]]:
             yield min((int(major), int(minor)) for major, minor in tags), package.name
 
 
-def _gpus(config: AnyConfig | None) -> Iterator[Finding]:
+def _gpus(config: AnyConfig | None) -> Iterator[NodeFinding]:
     gpus = ask_gpus()
     needed, field = (0, "") if config is None else _needed_gpus(config)
     if len(gpus) < needed:
@@ -151,7 +151,7 @@ def _needed_gpus(config: AnyConfig) -> tuple[int, str]:
     return needed, "" if asked is None else f"launch.slurm.gpus={asked}"
 
 
-def _driver(driver: str) -> Finding:
+def _driver(driver: str) -> NodeFinding:
     import torch
 
     cuda = torch.version.cuda
@@ -166,7 +166,7 @@ def _driver(driver: str) -> Finding:
     return ok("driver", f"driver {driver} with CUDA {cuda} of torch")
 
 
-def _address(nodes: NodesConfig | None) -> Finding:
+def _address(nodes: NodesConfig | None) -> NodeFinding:
     try:
         address = own_address(nodes)
     except ValueError as error:
@@ -174,7 +174,7 @@ def _address(nodes: NodesConfig | None) -> Finding:
     return ok("address", f"{socket.gethostname()} is {address} to the others")
 
 
-def _environment() -> Iterator[Finding]:
+def _environment() -> Iterator[NodeFinding]:
     """Variables of gloo and NCCL that a login script or an old job left behind."""
     interfaces = {name for _, name in socket.if_nameindex()}
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
@@ -192,7 +192,7 @@ def _environment() -> Iterator[Finding]:
         yield warn("environment", text, "unset it")
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[NodeFinding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which each role raises its own
     if hard < OPEN_FILES:
         text = f"{hard} open files are allowed (the hard limit)"
@@ -209,7 +209,7 @@ def _limits() -> Iterator[Finding]:
         yield warn("limits", text, "lift it by `ulimit -v unlimited`, or a process may end without a message")
 
 
-def _shared_memory(nodes: NodesConfig | None) -> Finding:
+def _shared_memory(nodes: NodesConfig | None) -> NodeFinding:
     free = shutil.disk_usage("/dev/shm").free
     needed = GIB * max(1 if nodes is None else nodes.gpus_per_node, 1)
     if free < needed:
@@ -218,7 +218,7 @@ def _shared_memory(nodes: NodesConfig | None) -> Finding:
     return ok("/dev/shm", f"{free / GIB:.1f} GiB free")
 
 
-def _model(path: Path) -> Finding:
+def _model(path: Path) -> NodeFinding:
     try:
         json.loads((path / "config.json").read_text())
         for file in path.glob("*.safetensors"):

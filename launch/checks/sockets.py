@@ -14,7 +14,7 @@ import psutil
 from configs.loader import load_config
 from configs.reading.files import text_of
 from configs.schema import RunConfig
-from launch.checks.node import Finding, fail, ok, warn
+from launch.checks.node import NodeFinding, fail, ok, warn
 from launch.processes.addresses import own_address
 from launch.processes.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ def listening(folder: RunFolder) -> list[Listening]:
     return [ports[place] for place in sorted(ports)]
 
 
-def sockets_of(folder: RunFolder) -> Iterator[Finding]:
+def sockets_of(folder: RunFolder) -> Iterator[NodeFinding]:
     """A finding per open port: a failure if it listens on another address than the run's own."""
     config = load_config(folder.config)
     expected = own_address(config.launch.nodes if isinstance(config, RunConfig) else None)

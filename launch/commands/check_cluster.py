@@ -11,7 +11,7 @@ from configs.loader import load_config
 from configs.schema.launch import LaunchConfig, NodesConfig
 from launch.checks.arguments import BadInput
 from launch.checks.between_nodes import Meeting, checks_between, leave
-from launch.checks.node import Finding, Level, checks_of_node
+from launch.checks.node import Level, NodeFinding, checks_of_node
 from launch.checks.sockets import sockets_of
 from launch.processes.run_folder import RunFolder
 
@@ -33,7 +33,7 @@ def check_cluster(
     nodes = launch.nodes or (NodesConfig(gpus_per_node=0) if meeting.num_nodes > 1 else None)
     worst = 0
     name = f"{socket.gethostname()}: " if meeting.num_nodes > 1 else ""
-    findings: Iterable[Finding] = [*checks_of_node(nodes, config)]
+    findings: Iterable[NodeFinding] = [*checks_of_node(nodes, config)]
     if not any(finding.level is Level.FAIL and finding.check == "address" for finding in findings):
         findings = chain(findings, checks_between(nodes, meeting))
     for finding in findings:

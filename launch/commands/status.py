@@ -133,7 +133,7 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
     left when it ended. A finished run that was resumed for more steps keeps its old results until it is finished again."""
     if folder.holders() or in_slurm.startswith("RUNNING"):
-        request = read_file(folder.address("stop"), {"reason": str}, damaged)
+        request = read_file(folder.stop_request, {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
@@ -141,7 +141,7 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     is_trained = done is not None and folder.has_final_model() and (config is None or done >= config["steps"])
     if is_trained or read_file(folder.summary, OWN_RESULT, []):
         return "finished"
-    if stopped := read_file(folder.address("stopped"), {"step": int, "reason": str}, damaged):
+    if stopped := read_file(folder.stop_outcome, {"step": int, "reason": str}, damaged):
         again = f"it continues with `{next_command(folder)}`"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     if errors := sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime):

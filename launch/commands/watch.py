@@ -100,11 +100,11 @@ def curves(rows: Sequence[dict]) -> RenderableType:
         values = [value for row in rows if (value := value_of(row, metric)) is not None]
         if values:
             bounds = f"{min(values):{form}} to {max(values):{form}}"
-            table.add_row(title, Text(sparkline(values), style="cyan"), f"{values[-1]:{form}}", bounds)
+            table.add_row(title, Text(sparkline(values, WIDTH), style="cyan"), f"{values[-1]:{form}}", bounds)
     return table if table.row_count else Text("no step yet")
 
 
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """A character per value or, for more than ``width`` values, per mean of neighbours. The lowest bar is the least value,
     the highest the greatest."""
     finite = [value for value in values if math.isfinite(value)]

@@ -63,6 +63,8 @@ class RunFolder:
         """Held by the process that runs the folder."""
         self.export_lock = self.roles / "export-lock"
         """Held by the command that exports from it."""
+        self.stop_request = self.roles / "stop.json"
+        self.stop_outcome = self.roles / "stopped.json"
         self.checkpoints = path / "checkpoints"
         self.critic_checkpoints = self.checkpoints / "critic"
         self.ledger = path / "ledger.jsonl"
@@ -211,14 +213,8 @@ class RunFolder:
         write_json(self.address(role), address)
 
     def read_address(self, role: str) -> dict | None:
-        """What ``role`` has announced; None if it has not. Raises OSError if the file system does not deliver the file in
-        several reads."""
-
-        def read() -> dict | None:
-            with contextlib.suppress(FileNotFoundError):
-                return json.loads(text_of(self.address(role)))
-
-        return checkpoints.read_again(read, whatever=True)
+        """What ``role`` has announced; None if it has not. Raises what ``read_present`` raises."""
+        return read_present(self.address(role))
 
     def wait_for_address(self, role: str, *, timeout_s: float) -> dict:
         address = _wait_for(lambda: self.read_address(role), timeout_s)
@@ -226,6 +222,17 @@ class RunFolder:
             late = f"within {timeout_s:.0f} s"
             raise TimeoutError(f"the {role} role did not report its address in {self.path} {late}")
         return address
+
+
+def read_present(file: Path) -> dict | None:
+    """The object in a file that another process writes; None if there is no file. Raises OSError if the file system does not
+    deliver the file in several reads."""
+
+    def read() -> dict | None:
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(text_of(file))
+
+    return checkpoints.read_again(read, whatever=True)
 
 
 def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:

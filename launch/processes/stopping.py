@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.processes.run_folder import RunFolder, error_text, write_json
+from launch.processes.run_folder import RunFolder, error_text, read_present, write_json
 from launch.processes.supervisor import AGENT_LINES, POLL_S, RoleFailed, Supervisor
 
 LOOK_EVERY_S = 0.5
@@ -100,21 +100,21 @@ class EndOfStart:
 def request_stop(folder: RunFolder, reason: str) -> None:
     """Ask the learner to stop. Later requests have no effect."""
     if stop_reason(folder) is None:
-        write_json(folder.address("stop"), {"reason": reason})
+        write_json(folder.stop_request, {"reason": reason})
 
 
 def stop_reason(folder: RunFolder) -> str | None:
     """The reason of a request to stop; None without a request."""
-    request = folder.read_address("stop")
+    request = read_present(folder.stop_request)
     return request["reason"] if request is not None else None
 
 
 def report_stopped(folder: RunFolder, outcome: Stopped) -> None:
-    write_json(folder.address("stopped"), {"step": outcome.step, "reason": outcome.reason})
+    write_json(folder.stop_outcome, {"step": outcome.step, "reason": outcome.reason})
 
 
 def read_stopped(folder: RunFolder) -> Stopped | None:
-    outcome = folder.read_address("stopped")
+    outcome = read_present(folder.stop_outcome)
     return Stopped(**outcome) if outcome is not None else None
 
 
@@ -310,8 +310,8 @@ class StopListener:
         self._reason: str | None = None
         self._looked_at = -LOOK_EVERY_S
         if is_first_rank:  # files of an earlier life, if no supervisor has cleared the folder
-            addresses = map(folder.address, ("stop", "stopped", "learn"))
-            for file in (*addresses, folder.error("learn"), ending(folder)):
+            folder.forget("learn")
+            for file in (folder.stop_request, folder.stop_outcome, ending(folder)):
                 file.unlink(missing_ok=True)
         self._awake, wake = socket.socketpair()
         wake.setblocking(False)

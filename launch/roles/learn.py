@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
 
 
-def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
+def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None]) -> None:
     """Run one Megatron rank: build everything, train, export. torchrun sets RANK, WORLD_SIZE and MASTER_ADDR."""
     began = time.perf_counter()
     with imported_for_good():
@@ -47,11 +46,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
         from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
     rank = int(os.environ.get("RANK", "0"))
     listener = StopListener(folder, is_first_rank=rank == 0)
-    run = replace(build_run(folder, config, listener.reason), doing=doing)
-    if rank == config.tracking.trace.profile_rank:
-        from trainer.profiling import profiled
-
-        run = replace(run, profiled=partial(profiled, folder.path, rank))
+    run = build_run(folder, config, stop_requested=listener.reason, doing=doing)
     if run.learner.is_first_rank:
         folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     # Objects of the start-up live as long as the run: each collection would spend a tenth of a second on them.
@@ -116,9 +111,14 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
 
 
 def build_run(
-    folder: RunFolder, config: RunConfig, stop_requested: Callable[[], str | None] = lambda: None
+    folder: RunFolder,
+    config: RunConfig,
+    *,
+    stop_requested: Callable[[], str | None],
+    doing: Callable[[str], None],
 ) -> "Run":
-    """Build the parts of ``train`` on this rank, resumed if the run folder has a checkpoint."""
+    """Build the parts of ``train`` on this rank, resumed if the run folder has a checkpoint. The first rank also removes what
+    an earlier attempt has left beyond it."""
     from parallel.megatron.platform import init_distributed
     from rollout.servers.control import SGLangControl
     from trainer.checkpointing import Checkpointer
@@ -175,7 +175,19 @@ def build_run(
         samples=SampleKeeper(folder.samples, config, tracker), tracker=tracker, ledger=ledger, devices=turns,
         first_step=1 if resumed_from is None else resumed_from + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
+        doing=doing, profiled=step_profiler(folder, config, learner.groups.rank),
     )  # fmt: skip
+
+
+def step_profiler(
+    folder: RunFolder, config: RunConfig, rank: int
+) -> Callable[[int], contextlib.AbstractContextManager[object]]:
+    """What each traced step of this rank runs in: torch's profiler, on the rank that the config names."""
+    if rank != config.tracking.trace.profile_rank:
+        return lambda step: contextlib.nullcontext()
+    from trainer.profiling import profiled
+
+    return partial(profiled, folder.path, rank)
 
 
 def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:

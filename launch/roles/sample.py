@@ -17,7 +17,7 @@ LOOK_S = 5.0
 """Interval of checks whether this start of the run has ended."""
 
 
-def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
+def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None]) -> None:
     """Give groups to the learner until it sends stop."""
     from rollout.guarded_process import remove_abandoned
     from rollout.sampling.role import run_sample_role

@@ -26,9 +26,7 @@ LOOK_S = 5.0
 """Interval at which the role checks its own announcement."""
 
 
-def serve(
-    folder: RunFolder, config: RunConfig, node: int = 0, doing: Callable[[str], None] = lambda what: None
-) -> None:
+def serve(folder: RunFolder, config: RunConfig, doing: Callable[[str], None], *, node: int) -> None:
     """Start the SGLang servers of one node, announce them when they are healthy, and watch them until SIGTERM. All
     have ended at return."""
     is_over = stopping.EndOfStart(folder).has_come  # before the slow imports: it may come meanwhile

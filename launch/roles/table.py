@@ -150,7 +150,9 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
             nullcontext() if name in BESIDE_A_RUN else Pulse(folder, beat, timeout_s=limit_s) as pulse,
             process_group(config) if is_grouped else nullcontext(),
         ):
-            run(folder, config, **({"doing": pulse.doing} if pulse is not None and name in SIDES else {}))
+            if pulse is not None and name in SIDES:
+                run = partial(run, doing=pulse.doing)
+            run(folder, config)
     except BaseException as error:
         # Ignore SIGTERM (of a peer's failure) during shutdown, whatever else fails (a full disk).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

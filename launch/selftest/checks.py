@@ -22,7 +22,7 @@ FREE_SPACE = GIB
 """Bytes. The selftest itself leaves less than a tenth of them behind."""
 INSTALL = "run `bash launch/install.sh` on a node like this one"
 SAME_POLICY_NATS = 1e-3
-"""Allowed in float32 on any sampled token, as in every run (``trainer/weight_sync.py``)."""
+"""Allowed in float32 on any sampled token, as in every run (``trainer/engine_agreement.py``)."""
 SAME_POLICY_PROBABILITY = {"float32": 1e-4, "bfloat16": 0.1}
 """Allowed on any sampled token. In bfloat16 this bounds only sanity."""
 
@@ -53,7 +53,7 @@ def packages(machine: Machine) -> dict[str, str]:
 
 
 def _packages(bench: Bench) -> Found:
-    spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0)
+    spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0, key=bench.folder.run_key())
     share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
     environments = {"SGLang": server_environment(spec, share, 0)}
     modules = packages(bench.machine)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class Joined:
 @contextmanager
 def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
     """On one GPU, learner and server take turns as in a colocated run, and the server first gets the learner's weights."""
-    control, _ = _control(config, request)
+    control, key = _control(config, request)
+    control_of = partial(SGLangControl.of, config.rollout, config.launch, key=key)
     is_shared = config.launch.takes_turns
     with control:
         if is_shared:
@@ -67,7 +69,7 @@ def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
         learner = Learner.of_policy_alone(config)
         learner.version = control.versions()[0]
         turns = SharedDevices(learner, control) if is_shared else OwnDevices()
-        sync = WeightSync(learner, control, config.rollout, config.launch, turns=turns)
+        sync = WeightSync(learner, control, config.rollout, config.launch, turns=turns, control_of=control_of)
         try:
             sync.take_over(sends=is_shared)
             yield Joined(learner=learner, control=control, sync=sync, turns=turns)

@@ -55,8 +55,8 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The finding for one learner layout."""
+class LayoutResult:
+    """What was found for one learner layout."""
 
     layout: str
     export: Sequence[str]
@@ -152,17 +152,17 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     with fleets("reference", _as_sent(layout_folder(out, "learner", texts[0]).export, base)) as controls:
         reference = {tp: _get_answers(control, base)[0] for tp, control in controls.items()}
     _check_that_it_can_fail(original, reference)
-    findings = []
+    results = []
     for text in texts:
         served = {
             tp: [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
             for tp in tps
         }
-        findings.append(Finding(layout=text, export=exports[text], served=served))
-    print(f"\n{table(findings, tps)}", flush=True)
-    write_json(out / "result.json", {"findings": [asdict(finding) for finding in findings]})
+        results.append(LayoutResult(layout=text, export=exports[text], served=served))
+    print(f"\n{table(results, tps)}", flush=True)
+    write_json(out / "result.json", {"findings": [asdict(result) for result in results]})
     finish_study(study, base, "result.json")
-    return all(finding.is_good for finding in findings)
+    return all(result.is_good for result in results)
 
 
 @contextmanager
@@ -331,12 +331,12 @@ def _may_agree(name: str) -> bool:
     return is_later_rank and name.endswith(("embed_tokens.weight", "lm_head.weight"))
 
 
-def table(findings: Sequence[Finding], tps: Sequence[int]) -> str:
+def table(results: Sequence[LayoutResult], tps: Sequence[int]) -> str:
     """A Markdown table: learner layouts by rollout TPs."""
     rows = [["learner", "export", *(f"rollout tp={tp}" for tp in tps)]]
-    for finding in findings:
-        cells = [finding.export, *(finding.served[tp] for tp in tps)]
-        rows.append([finding.layout, *(_short_list(cell) or "ok" for cell in cells)])
+    for result in results:
+        cells = [result.export, *(result.served[tp] for tp in tps)]
+        rows.append([result.layout, *(_short_list(cell) or "ok" for cell in cells)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     return "\n".join([lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]])

@@ -229,7 +229,7 @@ def optimizer_seconds(
     layout: LayoutConfig,
     stage: int,
     *,
-    is_policy: bool = True,
+    is_policy: bool,
 ) -> float:
     """One optimizer step: ``data_bytes`` over the link of the data-parallel group, and AdamW's numbers in memory.
 

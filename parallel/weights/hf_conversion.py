@@ -26,7 +26,7 @@ from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
 from parallel.planning.architecture import Architecture, padded_vocab_size
-from parallel.rank_objects import from_all_ranks, from_first_rank
+from parallel.rank_objects import from_all_ranks, from_first_rank, raise_on_all_ranks
 from parallel.weights.hf_files import (
     MAX_SHARD_BYTES,
     HuggingFaceWeights,
@@ -365,11 +365,7 @@ def save_hf(
         finally:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # finish_folder has renamed it
-    failure = from_first_rank(failure)
-    if failure is not None:
-        raise OSError(
-            f"could not write the Hugging Face folder {folder}: {failure}; what was there before is unchanged"
-        )
+    raise_on_all_ranks(failure, f"the Hugging Face folder {folder}")
 
 
 def _write_stage(

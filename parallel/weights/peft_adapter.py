@@ -19,7 +19,7 @@ from torch import Tensor
 from configs.schema.learner import LoraConfig
 from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.model import PackedGPTModel
-from parallel.rank_objects import from_first_rank
+from parallel.rank_objects import raise_on_all_ranks
 from parallel.weights.hf_conversion import export_adapters, try_call
 from parallel.weights.hf_files import hidden_folder, replace_folder, share_as_new
 from parallel.weights.hf_headers import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -61,9 +61,7 @@ def save_adapter(models: Sequence[PackedGPTModel], lora: LoraConfig, base: Path,
     if stages is not None:
         tensors = {name: tensor for stage in stages for name, tensor in stage.items()}
         _, failure = try_call(partial(_write, tensors, lora, base, Path(folder)))
-    failure = from_first_rank(failure)
-    if failure is not None:
-        raise OSError(f"could not write the adapter {folder}: {failure}; what was there before is unchanged")
+    raise_on_all_ranks(failure, f"the adapter {folder}")
 
 
 def _write(tensors: dict[str, Tensor], lora: LoraConfig, base: Path, folder: Path) -> None:

@@ -83,7 +83,7 @@ async def prefill_logprobs(
     name: str,
     timeout_s: float,
     report: Report,
-    key: RunKey | None,
+    key: RunKey,
 ) -> list[float]:
     """Log-probs of each sequence's last ``response_lengths`` tokens, sequence after sequence, by one prefill of the whole
     sequence at temperature 1.
@@ -95,9 +95,8 @@ async def prefill_logprobs(
     """
     logprobs: list[float] = []
     began, tokens, done = time.perf_counter(), 0, 0
-    headers = key.http_headers if key is not None else None
     async with aiohttp.ClientSession(
-        connector=OwnServers(), timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers
+        connector=OwnServers(), timeout=aiohttp.ClientTimeout(total=timeout_s), headers=key.http_headers
     ) as session:
         for rows in _split_into_requests(sequences):
             part = [list(sequences[row]) for row in rows]

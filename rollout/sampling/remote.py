@@ -64,8 +64,8 @@ class RemoteSampler(AbstractContextManager["RemoteSampler"]):
         address: str,
         *,
         timeout_s: float,
+        key: RunKey,
         peer_timeout_s: float = PEER_TIMEOUT_S,
-        key: RunKey | None = None,
         find: Find | None = None,
     ) -> None:
         self._key, self._timeout_s, self._peer_timeout_s = key, timeout_s, peer_timeout_s

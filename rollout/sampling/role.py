@@ -68,10 +68,6 @@ logger = logging.getLogger(__name__)
 LAST_REPLY_LINGER_MS = 1000
 
 
-def _ignore_activity(activity: str) -> None:
-    """The default listener of this role's activity."""
-
-
 class Policy(Protocol):
     """The part of a model's architecture that sampling needs; ``parallel.planning.architecture.Architecture`` has it."""
 
@@ -90,9 +86,9 @@ async def run_sample_role(
     server_urls: Callable[[], Sequence[str]],
     announce: Callable[[str], None],
     log_dir: Path,
+    key: RunKey,
+    doing: Callable[[str], None],
     host: str = "127.0.0.1",
-    doing: Callable[[str], None] = _ignore_activity,
-    key: RunKey | None = None,
 ) -> None:
     """Serve the learner until it sends Stop.
 
@@ -101,10 +97,10 @@ async def run_sample_role(
         server_urls: waits for the servers. It is called after the data is loaded and checked and every reward model
             has answered. All of this happens while the servers start.
         announce: called once with this role's address on ``host``, as soon as it accepts requests.
-        host: agents of an environment also reach the policy there.
         log_dir: folder for the log of a router, if the config has one.
-        doing: called with each activity, for status reports.
         key: the learner proves it to this role, and this role to the servers.
+        doing: called with each activity, for status reports.
+        host: agents of an environment also reach the policy there.
 
     Raises:
         ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
@@ -207,22 +203,21 @@ async def serve(
     sampler: GroupSampler,
     *,
     announce: Callable[[str], None],
+    key: RunKey,
+    doing: Callable[[str], None],
     host: str = "127.0.0.1",
     peer_timeout_s: float = PEER_TIMEOUT_S,
-    doing: Callable[[str], None] = _ignore_activity,
-    key: RunKey | None = None,
 ) -> None:
     """Answer requests on a free port, one at a time, until Stop. The answer to a failed request is a Failure.
 
-    Only a learner that proves ``key`` gets an answer. None, only in tests: any client gets one. ``doing`` is
-    called with each request, and with the wait for the next one.
+    Only a learner that proves ``key`` gets an answer. ``doing`` is called with each request, and with the wait for the
+    next one.
     """
     context = zmq.asyncio.Context()
     try:
         with only_learner(context, key), context.socket(zmq.REP) as channel:
-            if key is not None:
-                channel.curve_server = True
-                channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
+            channel.curve_server = True
+            channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
             for option, value in (heartbeats(peer_timeout_s) | {zmq.LINGER: LAST_REPLY_LINGER_MS}).items():
                 channel.setsockopt(option, value)
             port = channel.bind_to_random_port(f"tcp://{host}")
@@ -251,11 +246,8 @@ async def serve(
 
 
 @contextmanager
-def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
+def only_learner(context: zmq.asyncio.Context, key: RunKey) -> Iterator[None]:
     """While entered, the CURVE sockets of ``context`` refuse all connections except the learner's, which proves ``key``."""
-    if key is None:
-        yield
-        return
     learner, _ = key.curve_pair("learner")
 
     def is_learner(domain: str, public_key: bytes) -> bool:

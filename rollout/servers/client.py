@@ -98,10 +98,10 @@ class SGLangClient:
         max_concurrency: int,
         timeout_s: float,
         max_retries: int,
+        key: RunKey,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         servers_restart: bool = False,
         whole_groups: bool = True,
-        key: RunKey | None = None,
         experts: Experts | None = None,
         truncation: Truncation | None = None,
         stop: Sequence[str] = (),
@@ -121,9 +121,11 @@ class SGLangClient:
         self._timeout_s, self._peer_timeout_s, self._max_retries = timeout_s, peer_timeout_s, max_retries
         self._servers_restart, self._newest, self._looking = servers_restart, _Newest(), asyncio.Lock()
         self._stats = ClientStats()
-        headers = key.http_headers if key is not None else None
         self._session = open_session(
-            peer_timeout_s=peer_timeout_s, headers=headers, connector=OwnServers, keepalive_timeout=REUSE_S
+            peer_timeout_s=peer_timeout_s,
+            headers=key.http_headers,
+            connector=OwnServers,
+            keepalive_timeout=REUSE_S,
         )
 
     async def __aenter__(self) -> "SGLangClient":

@@ -47,10 +47,10 @@ class ServerSpec:
 
     config: RunConfig
     cuda: bool
+    key: RunKey
+    """Key that requests must prove; SGLang reads it from its file."""
     host: str = LOOPBACK
     """Address of this node, at which the servers listen."""
-    key: RunKey | None = None
-    """Key that requests must prove; SGLang reads it from its file. None, for tests only: no proof."""
 
 
 def server_command(
@@ -93,8 +93,7 @@ def server_command(
         flags["max-total-tokens"] = config.max_total_tokens
     flags |= _cuda_flags(spec, share) if spec.cuda else _cpu_flags(spec)
     flags |= config.server_flags
-    if spec.key is not None:
-        flags["config"] = str(spec.key.file)
+    flags["config"] = str(spec.key.file)
     has_launcher = config.sglang_plugin and not spec.cuda
     command = [sys.executable, "-m", "tandem_launch_server" if has_launcher else "sglang.launch_server"]
     for name, value in flags.items():

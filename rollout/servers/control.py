@@ -109,8 +109,8 @@ class SGLangControl(AbstractContextManager["SGLangControl"]):
         *,
         tensor_parallel: int,
         timeout_s: float,
+        key: RunKey,
         peer_timeout_s: float = PEER_TIMEOUT_S,
-        key: RunKey | None = None,
         needs_experts: bool = False,
     ) -> None:
         if not urls:
@@ -136,7 +136,7 @@ class SGLangControl(AbstractContextManager["SGLangControl"]):
         launch: LaunchConfig,
         urls: Sequence[str],
         *,
-        key: RunKey | None = None,
+        key: RunKey,
         needs_experts: bool = False,
     ) -> "SGLangControl":
         """The control of these servers of a run."""

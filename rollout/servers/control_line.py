@@ -30,11 +30,9 @@ class ControlLine:
     probes for ``peer_timeout_s``."""
 
     def __init__(
-        self, url: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S, key: RunKey | None = None
+        self, url: str, *, timeout_s: float, key: RunKey, peer_timeout_s: float = PEER_TIMEOUT_S
     ) -> None:
-        self._proof = "".join(
-            f"{name}: {value}\r\n" for name, value in (key.http_headers if key is not None else {}).items()
-        )
+        self._proof = "".join(f"{name}: {value}\r\n" for name, value in key.http_headers.items())
         self._url, self._timeout_s, self._peer_timeout_s = url, timeout_s, peer_timeout_s
         self._address = (urlsplit(url).hostname or "", urlsplit(url).port or 80)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-line")

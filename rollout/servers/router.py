@@ -44,7 +44,7 @@ async def generation_client(
     urls: Sequence[str],
     *,
     log_dir: Path,
-    key: RunKey | None = None,
+    key: RunKey,
     experts: Experts | None = None,
     truncation: Truncation | None = None,
 ) -> AsyncIterator[GenerationClient]:
@@ -112,7 +112,7 @@ class Router:
         *,
         log_file: Path,
         request_timeout_s: float,
-        key: RunKey | None = None,
+        key: RunKey,
     ) -> None:
         check_is_installed()
         self._urls, self._key, self._log_file = list(urls), key, log_file
@@ -173,7 +173,7 @@ class Router:
 
 
 def router_command(
-    config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float, key: RunKey | None
+    config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float, key: RunKey
 ) -> list[str]:
     """The command line. Its settings, beside addresses and policy:
 
@@ -196,8 +196,8 @@ def router_command(
         "--log-level": "warn",
     }
     arguments = [str(part) for flag in flags.items() for part in flag]
-    start = [f"{PACKAGE}.launch_router"] if key is None else ["rollout.servers.start_router", str(key.file)]
-    return [sys.executable, "-m", *start, "--worker-urls", *urls, "--disable-retries", *arguments]
+    start = [sys.executable, "-m", "rollout.servers.start_router", str(key.file)]
+    return [*start, "--worker-urls", *urls, "--disable-retries", *arguments]
 
 
 def check_is_installed() -> None:

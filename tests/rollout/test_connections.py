@@ -24,6 +24,7 @@ from rollout.sampling.messages import SamplingError
 from rollout.sampling.remote import RemoteSampler
 from rollout.servers.client import SGLangClient
 from rollout.servers.control_line import ControlError, ControlLine
+from tests.support.server_specs import KEY
 
 GONE = OSError(errno.ENETUNREACH, "Network is unreachable")
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -201,7 +202,12 @@ async def generate(monkeypatch, outcomes: list[OSError], *, peer_timeout_s: floa
     url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
     try:
         async with SGLangClient(
-            [url], max_concurrency=4, timeout_s=60, max_retries=max_retries, peer_timeout_s=peer_timeout_s
+            [url],
+            max_concurrency=4,
+            timeout_s=60,
+            max_retries=max_retries,
+            peer_timeout_s=peer_timeout_s,
+            key=KEY,
         ) as client:
             await client.generate_group([1], max_new_tokens=1, temperature=1.0, stop_token_ids=[], seeds=[1])
             return client.stats
@@ -229,8 +235,10 @@ def test_a_cut_for_good_ends_the_generation(monkeypatch):
 # --------------------------------------------------------------------------------------------------------
 
 ANSWERER = """
-import signal, zmq
+import signal, sys, zmq
 channel = zmq.Context().socket(zmq.REP)
+channel.curve_server = True
+channel.curve_publickey, channel.curve_secretkey = (half.encode() for half in sys.argv[1:])
 print(channel.bind_to_random_port("tcp://127.0.0.1"), flush=True)
 while (asked := channel.recv()) != b"never":
     channel.send(asked)
@@ -241,7 +249,8 @@ signal.pause()
 @pytest.fixture
 def answerer():
     """A process that answers what it is asked, but for "never"; and its address."""
-    with subprocess.Popen([sys.executable, "-c", ANSWERER], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", ANSWERER, *(half.decode() for half in KEY.curve_pair("sampler"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process, f"tcp://127.0.0.1:{process.stdout.readline().strip()}"
         finally:
@@ -251,7 +260,7 @@ def answerer():
 @pytest.fixture
 def requester(answerer):
     context = zmq.Context()
-    made = Requester(context, answerer[1], peer_timeout_s=3.0)
+    made = Requester(context, answerer[1], peer_timeout_s=3.0, key=KEY)
     yield made
     made.close()
     context.term()
@@ -283,7 +292,7 @@ def test_a_sample_role_that_cannot_be_reached_is_an_error_of_sampling_within_the
     with closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))  # not listening
         with RemoteSampler(
-            f"tcp://127.0.0.1:{nobody.getsockname()[1]}", timeout_s=60, peer_timeout_s=0.3
+            f"tcp://127.0.0.1:{nobody.getsockname()[1]}", timeout_s=60, peer_timeout_s=0.3, key=KEY
         ) as remote:
             began = time.monotonic()
             with pytest.raises(

@@ -731,6 +731,8 @@ def sglang(tmp_path_factory):
     (ports,), (share,) = choose_ports([0], None), on_one_machine(1, 1)
     command = server_command(spec, share, ports)
     command.remove("--skip-tokenizer-init")  # here the server turns text into tokens
+    at = command.index("--config")
+    del command[at : at + 2]  # a reward model's server is no run's, and asks for no run's key
     url = f"http://127.0.0.1:{ports.http}"
     process = start_watched(command, log_file=log_file, environment=server_environment(spec, share, place=0))
     try:

@@ -94,7 +94,7 @@ class Role:
             ready.set()
 
         self.thread = threading.Thread(
-            target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=key, doing=print)), daemon=True
         )
         self.thread.start()
         assert ready.wait(PATIENCE_S)

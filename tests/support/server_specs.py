@@ -1,17 +1,23 @@
 """Servers to start, or to write a command line for."""
 
+import os
+import tempfile
 from pathlib import Path
 
 from configs.schema import RunConfig
+from rollout.run_key import run_key
 from rollout.servers.command import ServerSpec
+
+KEY = run_key(Path(tempfile.gettempdir()) / f"tandem-tests-{os.getuid()}.yaml")
+"""The key of servers and sample roles that no run owns, the same in every process of the tests."""
 
 
 def server_spec(
     model_dir: Path, *, cuda: bool = False, seed: int = 0, routing: str = "own", **rollout
 ) -> ServerSpec:
-    """The spec of servers that no run owns: requests to them prove no key."""
+    """The spec of servers that no run owns: requests to them prove ``KEY``."""
     task = {"type": "countdown"}
     config = RunConfig(
         model={"path": model_dir}, task=task, rollout=rollout, seed=seed, learner={"routing": routing}
     )
-    return ServerSpec(config=config, cuda=cuda)
+    return ServerSpec(config=config, cuda=cuda, key=KEY)

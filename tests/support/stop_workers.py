@@ -27,11 +27,12 @@ from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import serve
 from rollout.sampling.sampler import GroupSampler
-from rollout.servers.control import ControlError
+from rollout.servers.control import ControlError, SGLangControl
 from rollout.tasks import Task
 from rollout.tokenization import load_tokenizer
 from tests.support.fake_engine import FakeEngine, single_turns
 from tests.support.megatron_workers import make_engine
+from tests.support.server_specs import KEY
 from trainer import weight_sync
 from trainer.checkpointing import Checkpointer
 from trainer.engine_agreement import EngineAgreement
@@ -166,9 +167,11 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
         ready.set()
 
     # A daemon: if a request hangs, the role ends with this process, as it does with its supervisor.
-    threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce)), daemon=True).start()
+    threading.Thread(
+        target=lambda: asyncio.run(serve(sampler, announce=announce, key=KEY, doing=print)), daemon=True
+    ).start()
     assert ready.wait(20)
-    return RemoteSampler(addresses[0], timeout_s=15.0 if script.what == "silent" else 60.0)
+    return RemoteSampler(addresses[0], timeout_s=15.0 if script.what == "silent" else 60.0, key=KEY)
 
 
 def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
@@ -207,6 +210,8 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         ledger=Ledger(folder / LEDGER, keep_until=resumed or 0) if learner.is_first_rank else None,
         first_step=1 if resumed is None else resumed + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
+        doing=lambda part: None,
+        profiled=lambda step: contextlib.nullcontext(),
     )
     try:
         with run.tracker or contextlib.nullcontext(), saved_where_interrupted(run):
@@ -273,6 +278,7 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
     versions, and the bytes sent."""
     weight_sync.plan_transfer = partial(plan_transfer, max_bytes=8192)
     found: dict[str, dict[str, tuple]] = {}
+    rollout, launch = RolloutConfig(dtype="float32"), LaunchConfig(collective_timeout_s=60.0)
     for layout, places in failures.items():
         engine = make_engine(folder, layout=parse_layout(layout))
         learner = SimpleNamespace(engine=engine, groups=engine.groups, version=0)
@@ -283,9 +289,10 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
         sync = WeightSync(
             learner,
             servers if dist.get_rank() == 0 else None,
-            RolloutConfig(dtype="float32"),
-            LaunchConfig(collective_timeout_s=60.0),
+            rollout,
+            launch,
             agreement=EngineAgreement(allowed=None, samples_are_probes=True),  # these servers hold nothing
+            control_of=partial(SGLangControl.of, rollout, launch, key=KEY),
         )
         for place in places:
             servers.fails, servers.version, error = place, learner.version + 1, None

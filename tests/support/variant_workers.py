@@ -172,7 +172,8 @@ def run_rank(path: Path) -> None:
     from launch.roles import learn as learning
 
     folder = RunFolder(path)
-    run = learning.build_run(folder, load_config(folder.config))
+    config = load_config(folder.config)
+    run = learning.build_run(folder, config, stop_requested=lambda: None, doing=lambda part: None)
     assert "transformers" not in sys.modules, "three CPU seconds of every rank's start"
     starting = dict(run.learner.engine.export_hf())
     found = {}

@@ -187,7 +187,7 @@ def test_every_rank_looks_for_servers_and_sample_role_by_itself(tmp_path, monkey
     monkeypatch.setattr(learning, "wait_for_servers", lambda folder, names, **unused: asked.extend(names))
     monkeypatch.setattr(RunFolder, "wait_for_address", wait_for_address)
     with pytest.raises(Ready, match="sample"):
-        learning.build_run(folder, config)
+        learning.build_run(folder, config, stop_requested=lambda: None, doing=print)
     assert asked == ["serve"]
 
 

@@ -102,6 +102,7 @@ def stepped(monkeypatch):
                 "ledger",
                 "devices",
                 "doing",
+                "profiled",
             )
         }
         train(Run(config=load_config(RECIPE, ["model.path=model", *overrides]), learner=learner, **parts))

@@ -30,7 +30,7 @@ from tests.trainer.batch.test_step_batch import (
 )
 from tests.trainer.batch.test_unscored import unscored
 from trainer import sample_keeping
-from trainer.batch.sharing_out import Division, Share
+from trainer.batch.sharing_out import Share, share_out
 from trainer.batch.step_batch import step_batch
 from trainer.learner import Update, learner_logprobs
 from trainer.sample_keeping import SampleKeeper, gathered_on_first_rank
@@ -111,7 +111,7 @@ def test_a_step_leaves_its_first_groups_with_the_learners_log_probs(ranks, tmp_p
         groups[1] = forked(groups[1], [place == 1 for place in range(len(groups[1].trajectories))])
         groups[0] = replace(groups[0], trajectories=groups[0].trajectories[:-1])
         how = "old"
-    shares = Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups)
+    shares = share_out(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
     assert len({frozenset(share.sequence_ids) for share in shares}) == num_ranks
     ranks.call(keep_on_rank, shares, tmp_path, groups, how)
     assert sampled_steps(tmp_path) == [3] and len(list(tmp_path.iterdir())) == 1
@@ -140,9 +140,9 @@ def test_a_sample_without_a_score_or_masked_has_nothing_by_the_learner(tmp_path,
     """The engine gives 0 off the mask, and such a sample is off it."""
     groups = make_groups(LENGTHS, REWARDS, seed=5)
     groups = truncated(groups, {(0, 1)}) if is_masked else [unscored(groups[0], {1}), *groups[1:]]
-    (share,) = Division(
-        num_minibatches=1, dp_size=1, token_budget=100, needs_siblings=True, masks_truncated=True
-    ).shares(groups)
+    (share,) = share_out(
+        groups, num_minibatches=1, dp_size=1, token_budget=100, needs_siblings=True, masks_truncated=True
+    )
     batch = step_batch(share)
     packed = batch.packed
     batch = batch.with_fields(
@@ -167,7 +167,7 @@ def test_a_group_without_rank_0_sums_nothing(monkeypatch):
 def alone(folder: Path, config: RunConfig, step: int, told: ToldOf) -> None:
     """One rank, without process groups."""
     groups = make_groups(LENGTHS, REWARDS, seed=5)
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=100).shares(groups)
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=100)
     batch = step_batch(share)
     batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
     learner = SimpleNamespace(groups=SimpleNamespace(dp_group=None), version=VERSION)

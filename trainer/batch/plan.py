@@ -112,11 +112,11 @@ def plan_batches(
 ) -> BatchPlan:
     """Split S sequences into ranks and micro-batches of at most ``token_budget`` tokens.
 
+    prompts: of sequences that share them. A shared prompt counts once and a little more (``Prompts.load``), and
+    sequences with one prompt stay together as far as ranks stay even. None: each sequence counts by itself.
+
     apart: sequences that get their own micro-batches, at the end of each rank's, as far as they divide by the
     ranks.
-        prompts: of sequences that share them. A shared prompt counts once and a little more
-        (``Prompts.load``), and sequences with one prompt stay together as far as ranks stay even. None: each
-        sequence counts by itself.
 
     ``minibatches`` has the numbers of each minibatch's sequences, so an optimizer step's data depends on neither
     ``dp_size`` nor the budget. They fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the

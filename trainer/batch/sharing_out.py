@@ -47,78 +47,79 @@ class Share:
     """Of the whole step: numbers of the sequences whose tokens do not enter the loss, though their rewards count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """How the groups of each step are divided between data-parallel ranks."""
+def share_out(
+    groups: Sequence[Group],
+    *,
+    num_minibatches: int,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int = 1,
+    needs_siblings: bool = False,
+    credits_turns: bool = False,
+    shares_prompts: bool = False,
+    parts_no_signal: bool = False,
+    masks_truncated: bool = False,
+) -> list[Share]:
+    """One Share of a step's groups per data-parallel rank, by the balanced plan of ``plan_batches``.
 
-    num_minibatches: int
-    """Minibatch i is the i-th run of whole groups."""
-    dp_size: int
-    token_budget: int
-    """Of a micro-batch."""
-    microbatch_multiple: int = 1
-    """The number of each rank's micro-batches in a minibatch is a multiple of this."""
-    needs_siblings: bool = False
-    """Whether advantages compare siblings. A sample whose siblings are all without a score is then left out too."""
-    credits_turns: bool = False
-    """Whether advantages are of turns, so that ``turn_rewards`` are needed."""
-    shares_prompts: bool = False
-    """Whether the model computes a prompt once for the sequences of a micro-batch that begin with it."""
-    parts_no_signal: bool = False
-    """Whether groups of which all rewards are equal, and masked sequences, are packed apart."""
-    masks_truncated: bool = False
-    """Whether truncated samples are masked."""
+    A sample without a score is left out: its tokens are off the response mask, so loss, correction and
+    metrics do not see them, and its group's baseline does not count it. A masked sample differs in that the baseline
+    counts it; each rank masks its own sequences after packing (``step_batch``).
 
-    def shares(self, groups: Sequence[Group]) -> list[Share]:
-        """One Share per data-parallel rank, by the balanced plan of ``plan_batches``.
+    Args:
+        num_minibatches: minibatch i is the i-th run of whole groups.
+        token_budget: of a micro-batch.
+        microbatch_multiple: the number of each rank's micro-batches in a minibatch is a multiple of this.
+        needs_siblings: whether advantages compare siblings. A sample whose siblings are all without a score is then left
+            out too.
+        credits_turns: whether advantages are of turns, so that ``turn_rewards`` are needed.
+        shares_prompts: whether the model computes a prompt once for the sequences of a micro-batch that begin with it.
+        parts_no_signal: whether groups of which all rewards are equal, and masked sequences, are packed apart.
+        masks_truncated: whether truncated samples are masked.
 
-        A sample without a score is left out: its tokens are off the response mask, so loss, correction and
-        metrics do not see them, and its group's baseline does not count it. A masked sample differs in that the baseline
-        counts it; each rank masks its own sequences after packing (``step_batch``).
-
-        Raises:
-            ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
-        """
-        if len(groups) % self.num_minibatches:
-            raise ValueError(
-                f"{len(groups)} groups do not divide into {self.num_minibatches} minibatches; change learner.minibatches"
-            )
-        by_group = [_without_unscored(group, self.needs_siblings) for group in groups]
-        trajectories, minibatches = _minibatches(
-            by_group, len(groups) // self.num_minibatches, multiple=self.dp_size * self.microbatch_multiple
+    Raises:
+        ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
+    """
+    if len(groups) % num_minibatches:
+        raise ValueError(
+            f"{len(groups)} groups do not divide into {num_minibatches} minibatches; change learner.minibatches"
         )
-        masked = _truncated(trajectories) if self.masks_truncated else frozenset()
-        lengths = [packed_length(t.token_ids) for t in trajectories]
-        plan = plan_batches(
-            lengths,
-            minibatches=minibatches,
-            dp_size=self.dp_size,
-            token_budget=self.token_budget,
-            microbatch_multiple=self.microbatch_multiple,
-            prompts=_prompts(trajectories) if self.shares_prompts else None,
-            apart=_without_signal(by_group) | masked if self.parts_no_signal else frozenset(),
-        )
-        numbers: dict[tuple[int, int], int] = {}
-        episodes = [numbers.setdefault((t.group_id, t.sibling_id), len(numbers)) for t in trajectories]
-        # Data of the whole step is one object for all ranks, of which there may be hundreds.
-        of_step = partial(
-            Share,
-            lengths=lengths,
-            rewards=[t.reward or 0.0 for t in trajectories],
-            group_ids=[
-                t.group_id if t.reward is not None else -1 - episode
-                for t, episode in zip(trajectories, episodes, strict=True)
-            ],
-            episode_ids=episodes,
-            group_sizes=[len(group) for group in by_group],
-            turn_rewards=turn_rewards(trajectories, episodes) if self.credits_turns else None,
-            masked=masked,
-        )
-        sequence_ids = [plan.sequence_ids(rank) for rank in range(self.dp_size)]
-        return [
-            of_step(trajectories=[trajectories[i] for i in own], sequence_ids=own, rows=plan.rows(rank))
-            for rank, own in enumerate(sequence_ids)
-        ]
+    by_group = [_without_unscored(group, needs_siblings) for group in groups]
+    trajectories, minibatches = _minibatches(
+        by_group, len(groups) // num_minibatches, multiple=dp_size * microbatch_multiple
+    )
+    masked = _truncated(trajectories) if masks_truncated else frozenset()
+    lengths = [packed_length(t.token_ids) for t in trajectories]
+    plan = plan_batches(
+        lengths,
+        minibatches=minibatches,
+        dp_size=dp_size,
+        token_budget=token_budget,
+        microbatch_multiple=microbatch_multiple,
+        prompts=_prompts(trajectories) if shares_prompts else None,
+        apart=_without_signal(by_group) | masked if parts_no_signal else frozenset(),
+    )
+    numbers: dict[tuple[int, int], int] = {}
+    episodes = [numbers.setdefault((t.group_id, t.sibling_id), len(numbers)) for t in trajectories]
+    # Data of the whole step is one object for all ranks, of which there may be hundreds.
+    of_step = partial(
+        Share,
+        lengths=lengths,
+        rewards=[t.reward or 0.0 for t in trajectories],
+        group_ids=[
+            t.group_id if t.reward is not None else -1 - episode
+            for t, episode in zip(trajectories, episodes, strict=True)
+        ],
+        episode_ids=episodes,
+        group_sizes=[len(group) for group in by_group],
+        turn_rewards=turn_rewards(trajectories, episodes) if credits_turns else None,
+        masked=masked,
+    )
+    sequence_ids = [plan.sequence_ids(rank) for rank in range(dp_size)]
+    return [
+        of_step(trajectories=[trajectories[i] for i in own], sequence_ids=own, rows=plan.rows(rank))
+        for rank, own in enumerate(sequence_ids)
+    ]
 
 
 def _without_signal(by_group: Sequence[Sequence[Trajectory]]) -> frozenset[int]:

@@ -45,7 +45,7 @@ class _Measured:
 class BestAccuracy:
     """The best held-out accuracy of a run so far."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, max_failed: float | None = None):
+    def __init__(self, rows: Iterable[Mapping[str, Any]], *, max_failed: float | None):
         """rows: the metrics of the steps before a resume. max_failed: see ``is_sound``. Evaluations that
         are not sound are not compared."""
         self._best: _Measured | None = None

@@ -305,7 +305,7 @@ def test_a_job_of_another_cluster_is_left_alone_whatever_this_one_calls_by_its_n
 def test_a_slurm_job_is_asked_for_good(folder, monkeypatch, tmp_path, state, options, asked):
     log = be_in_slurm(folder, monkeypatch, tmp_path, state)
     (folder.path / "train.sbatch").touch()
-    write_json(folder.address("stopped"), {"step": 5, "reason": "SIGTERM"})
+    write_json(folder.stop_outcome, {"step": 5, "reason": "SIGTERM"})
     done = tandem("stop", "run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in log.read_text().splitlines() if line.startswith("scancel")] == [asked]

@@ -256,7 +256,7 @@ def test_servers_forget_where_their_replicas_met_in_an_earlier_life(tmp_path, mo
     for node, left in ((1, {"address": "dead:1"}), (0, None)):  # the second node has no say in it
         folder.announce("replica-0", {"address": "dead:1"})
         with pytest.raises(Looked) as looked:
-            serving.serve(folder, config, node)
+            serving.serve(folder, config, print, node=node)
         assert looked.value.args == (left,)
 
 

@@ -343,7 +343,7 @@ def test_servers_that_got_sigterm_too_do_not_turn_a_stop_into_a_failure(folder):
         import time
         from pathlib import Path
         deadline = time.monotonic() + 60
-        while not Path({str(folder.address("stop"))!r}).exists() and time.monotonic() < deadline:
+        while not Path({str(folder.stop_request)!r}).exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         Path({str(folder.path / "gone")!r}).touch()
     """

@@ -76,7 +76,7 @@ def test_a_sample_role_removes_the_folders_of_one_that_was_killed_and_no_others(
         shutil.copytree(killed, server)
         for folder, file in zip((server, killed), in_memory, strict=True):
             (folder / LIST).write_text(f"{file}\n{precious}\n")
-        sample(RunFolder(tmp_path), CONFIG)
+        sample(RunFolder(tmp_path), CONFIG, print)
         assert {*killed.parent.iterdir()} == {alive, elsewhere, linked, users}
         assert all((folder / "file").exists() for folder in (alive, elsewhere, users))
         assert [file.exists() for file in (*in_memory, precious)] == [False, True, True]
@@ -104,7 +104,7 @@ def test_a_sample_role_that_is_told_to_end_leaves_no_folder_of_its_episodes(tmp_
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with pytest.raises(asyncio.CancelledError):
-            sample(folder, CONFIG)
+            sample(folder, CONFIG, print)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not os.path.exists(folders[0]) and folder.read_address("sample") is None
@@ -130,6 +130,6 @@ def test_a_sample_role_that_hears_no_sigterm_ends_with_its_start_of_the_run(tmp_
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(asyncio.CancelledError if ready else KeyboardInterrupt):
-            sample(folder, CONFIG)
+            sample(folder, CONFIG, print)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -140,7 +140,7 @@ def test_a_role_on_a_node_without_a_sample_role_removes_what_killed_servers_left
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with pytest.raises(Ended):
-            serve.serve(run, load_config(RECIPE, ["model.path=model"]))
+            serve.serve(run, load_config(RECIPE, ["model.path=model"]), print, node=0)
         assert not server.exists() and program.exists(), "a program's folder belongs to the sample role"
         assert [file.exists() for file in in_memory] == [False, True]
     finally:

@@ -461,7 +461,7 @@ def test_pre_emption_in_two_signals_is_left_to_slurm(stage):
     stage.start()
     stage.wait_for(stage.folder.address("learn"))
     stage.process.send_signal(signal.SIGUSR1)
-    stage.wait_for(stage.folder.address("stop"))
+    stage.wait_for(stage.folder.stop_request)
     stage.process.send_signal(signal.SIGTERM)
     (stage.folder.path / "go").touch()
     code, output = stage.end()

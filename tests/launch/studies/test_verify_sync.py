@@ -13,7 +13,7 @@ from configs.loader import load_config
 from launch.processes.supervisor import RoleFailed
 from launch.studies.verify_sync import (
     Answers,
-    Finding,
+    LayoutResult,
     _as_sent,
     _check_that_it_can_fail,
     differences,
@@ -66,8 +66,8 @@ def test_a_reference_that_was_served_before_is_no_reference():
 
 def test_the_table_says_ok_or_what():
     findings = [
-        Finding(layout="tp=2", export=[], served={1: [], 2: ["x.weight"]}),
-        Finding(layout="pp=2", export=["y"], served={1: [], 2: [*"abcdef"]}),
+        LayoutResult(layout="tp=2", export=[], served={1: [], 2: ["x.weight"]}),
+        LayoutResult(layout="pp=2", export=["y"], served={1: [], 2: [*"abcdef"]}),
     ]
     assert [f.is_good for f in findings] == [False, False]
     rows = [

@@ -28,6 +28,7 @@ from tests.support.megatron_workers import make_batch, make_engine, run_ranks, w
 from tests.support.moe_workers import assert_is_transformers, work_layouts
 from tests.support.real_servers import EXACT, make_fleet, send
 from tests.support.recurrent_models import FAMILIES, FIELDS, make_recurrent_model
+from tests.support.server_specs import KEY
 
 SHAPES = [
     ("qwen3_5_text", {}),
@@ -255,7 +256,7 @@ def make_model_to_serve(folder: Path, family: str, seed: int) -> None:
 
 
 def check_served(urls, tensor_parallel: int, engines, *, replays: bool) -> None:
-    with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as control:
+    with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120, key=KEY) as control:
         (from_disk,) = control.checksums()
         assert gap(urls, engines[0], replays=replays) <= EXACT
         for version, engine in ((1, engines[1]), (2, engines[0])):
@@ -280,7 +281,7 @@ def gaps_of_interrupted(control, urls, engine) -> Tensor:
     prompt = [3, 8, 5, 14, 9]
 
     async def ask():
-        async with SGLangClient(urls, max_concurrency=8, timeout_s=120, max_retries=0) as client:
+        async with SGLangClient(urls, max_concurrency=8, timeout_s=120, max_retries=0, key=KEY) as client:
             options = {"max_new_tokens": 200, "temperature": 1.3, "stop_token_ids": []}
             return await client.generate_group(prompt, **options, seeds=range(3))
 

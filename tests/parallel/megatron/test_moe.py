@@ -64,6 +64,7 @@ from tests.support.moe_workers import (
     work_layouts,
 )
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
+from tests.support.server_specs import KEY
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
 """Layer 3 alone has experts."""
@@ -900,7 +901,12 @@ def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_pa
         for family, tensor_parallel in families.items():
             fleets[family].wait_healthy(400)
             has_experts = family in ("deepseek_v3", "mixtral", "gpt_oss")
-            options = {"tensor_parallel": tensor_parallel, "timeout_s": 120, "needs_experts": has_experts}
+            options = {
+                "tensor_parallel": tensor_parallel,
+                "timeout_s": 120,
+                "key": KEY,
+                "needs_experts": has_experts,
+            }
             with SGLangControl(fleets[family].urls, **options) as control:
                 if family == "deepseek_v3":
                     control.require_plugin()
@@ -926,7 +932,7 @@ def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_pa
 
 
 def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
-    with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as control:
+    with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120, key=KEY) as control:
         (from_disk,) = control.checksums()
         assert any("experts" in name for name in from_disk) == (engines[0].architecture.experts is not None)
         assert gap(urls, engines[0], replays=replays) <= EXACT
@@ -959,7 +965,7 @@ def check_an_interruption(control, urls, folders) -> None:
     def sample(token_ids: list[int], max_new_tokens: int):
         async def ask():
             async with SGLangClient(
-                urls, experts=experts, max_concurrency=1, timeout_s=120, max_retries=0
+                urls, experts=experts, max_concurrency=1, timeout_s=120, max_retries=0, key=KEY
             ) as client:
                 options = {"max_new_tokens": max_new_tokens, "temperature": 1.3, "stop_token_ids": []}
                 return await client.generate_group(token_ids, **options, seeds=[0])
@@ -994,7 +1000,7 @@ def gap(urls, engine, *, replays: bool) -> float:
     prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(3)]
 
     async def sample():
-        places = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0}
+        places = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0, "key": KEY}
         async with SGLangClient(urls, experts=experts, **places) as client:
             options = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5]}
             return await asyncio.gather(

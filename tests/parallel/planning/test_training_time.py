@@ -104,10 +104,10 @@ def test_data_parallel_ranks_sum_gradients_and_gather_weights():
     """Of P numbers a rank of two sends half: 4 bytes of a gradient, 4 of a weight."""
     layout = LayoutConfig(dp=2)
     numbers = sum(stage_parameters(DENSE, layout, 0))
-    found = optimizer_seconds(DENSE, run_config(), ROUND, layout, 0)
+    found = optimizer_seconds(DENSE, run_config(), ROUND, layout, 0, is_policy=True)
     assert found == close(8 * numbers / 2 / 50e9 + (36 * numbers / 2 + 4 * numbers) / 500e9)
     whole = run_config(learner={"optimizer": {"distributed": False}})
-    assert optimizer_seconds(DENSE, whole, ROUND, layout, 0) == close(
+    assert optimizer_seconds(DENSE, whole, ROUND, layout, 0, is_policy=True) == close(
         8 * numbers / 2 / 50e9 + 40 * numbers / 500e9
     )
 
@@ -176,6 +176,6 @@ def test_frozen_weights_have_no_gradients():
     assert of(forward="merged").matrices == whole.matrices
     assert of().output * 4 == whole.output * 3
     config = run_config(learner={"lora": {"rank": 4}})
-    assert optimizer_seconds(DENSE, config, ROUND, layout, 0) < optimizer_seconds(
-        DENSE, run_config(), ROUND, layout, 0
+    assert optimizer_seconds(DENSE, config, ROUND, layout, 0, is_policy=True) < optimizer_seconds(
+        DENSE, run_config(), ROUND, layout, 0, is_policy=True
     )

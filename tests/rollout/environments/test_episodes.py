@@ -27,7 +27,7 @@ from tests.support.fake_engine import FakeEngine, fake_tokens
 from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
 from trainer.batch.exact_turns import TurnsDiffer
-from trainer.batch.sharing_out import Division
+from trainer.batch.sharing_out import share_out
 from trainer.batch.step_batch import step_batch
 from trainer.step_metrics import turn_metrics
 
@@ -84,7 +84,7 @@ def group_of(samples, number=0) -> Group:
 
 
 def pack(groups, **options):
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=10_000, **options).shares(groups)
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=10_000, **options)
     return share, step_batch(share)
 
 

@@ -8,6 +8,7 @@ from rollout.client import GenerationError
 from rollout.sampling.fixed_samples import prefill_logprobs
 from rollout.sampling.prompt_room import server_limit
 from tests.rollout.servers.test_sglang_client import LocalServer
+from tests.support.server_specs import KEY
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_a_sequence_that_has_no_room_as_a_prompt_is_refused_with_the_fix(message
         async with LocalServer(lambda n: (400, {"error": {"message": message}})) as server:
             with pytest.raises(GenerationError) as refused:
                 await prefill_logprobs(
-                    server.url, [[1] * 62], [4], vocab_size=9, name="prefill", timeout_s=20, report=print, key=None
+                    server.url, [[1] * 62], [4], vocab_size=9, name="prefill", timeout_s=20, report=print, key=KEY
                 )  # fmt: skip
             assert str(refused.value).endswith(f"with HTTP 400: {message}{fix}")
 
@@ -47,7 +48,7 @@ def test_a_server_that_is_late_or_gone_or_has_no_number_is_an_error_of_sampling(
         async with LocalServer(lambda n: behaves, hold=asyncio.Event() if hold else None) as server:
             with pytest.raises(GenerationError, match=error):
                 await prefill_logprobs(
-                    server.url, [[1, 2]], [1], vocab_size=9, name="prefill", timeout_s=0.2, report=print, key=None
+                    server.url, [[1, 2]], [1], vocab_size=9, name="prefill", timeout_s=0.2, report=print, key=KEY
                 )  # fmt: skip
 
     asyncio.run(scenario())

@@ -65,6 +65,7 @@ from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import check_vocabulary_size, load_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens, single_turns
+from tests.support.server_specs import KEY
 from trainer.sampling import SharedSampler
 
 STOP = 0
@@ -1070,6 +1071,8 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
                 server_urls=lambda: asked.append(1) or [],
                 announce=asked.append,
                 log_dir=tmp_path,
+                key=KEY,
+                doing=print,
             )
         )
     assert asked == []
@@ -1100,6 +1103,8 @@ def test_the_sample_role_mixes_what_is_not_left_out(model_dir, tmp_path, longest
                 server_urls=server_urls,
                 announce=asked.append,
                 log_dir=tmp_path,
+                key=KEY,
+                doing=print,
             )
         )
     assert asked == ([] if error else [1])
@@ -1133,6 +1138,8 @@ def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model
                 server_urls=lambda: asked.append(1) or [],
                 announce=asked.append,
                 log_dir=tmp_path,
+                key=KEY,
+                doing=print,
             )
         )
     assert asked == []
@@ -1178,11 +1185,13 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(
         server_urls=lambda: ["http://127.0.0.1:9"],
         announce=announce,
         log_dir=tmp_path,
+        key=KEY,
+        doing=print,
     )
     thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
     thread.start()
     assert ready.wait(60)
-    with RemoteSampler(announced[0], timeout_s=20) as remote:
+    with RemoteSampler(announced[0], timeout_s=20, key=KEY) as remote:
         digest = digest_of(load_checked_task(config, architecture_of(model_dir))[1].train)
         remote.load_state({"position": 0, "num_prompts": 3, "prompts": digest})  # other numbers are refused
         remote.next_groups(3, newest=0, max_staleness=0)
@@ -1284,7 +1293,8 @@ class Served:
             ready.set()
 
         thread = threading.Thread(
-            target=lambda: asyncio.run(serve(sampler, announce=announce, key=self._key)), daemon=True
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=self._key, doing=print)),
+            daemon=True,
         )
         thread.start()
         assert ready.wait(20)
@@ -1383,7 +1393,7 @@ def test_a_successor_at_the_same_address_is_told_by_its_process(monkeypatch):
         found.append(announced)
         return announced
 
-    with RemoteSampler("tcp://127.0.0.1:1", timeout_s=1, find=find) as remote:
+    with RemoteSampler("tcp://127.0.0.1:1", timeout_s=1, key=KEY, find=find) as remote:
         remote._look_for_successor()
         announced = None
         remote._look_for_successor()  # one that starts is none yet
@@ -1600,7 +1610,7 @@ def test_an_update_opens_again_and_starts_the_groups_that_it_allows_before_the_l
 
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
     began = time.monotonic()
-    with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
+    with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2, key=KEY) as remote:
         with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer Drain in 0.2 s"):
             remote.drain(0.0)
     assert time.monotonic() - began < 20

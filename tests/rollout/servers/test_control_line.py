@@ -16,6 +16,7 @@ from rollout.servers import control_line
 from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError, ControlLine
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL
+from tests.support.server_specs import KEY
 
 TIMEOUT_S = 10.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
@@ -45,7 +46,7 @@ def make_line() -> Iterator[Callable[..., ControlLine]]:
     lines = []
 
     def make(url: str, timeout_s: float = TIMEOUT_S) -> ControlLine:
-        lines.append(ControlLine(url, timeout_s=timeout_s))
+        lines.append(ControlLine(url, timeout_s=timeout_s, key=KEY))
         return lines[-1]
 
     yield make
@@ -66,10 +67,10 @@ def test_requests_travel_before_answers_and_answers_come_in_their_order(server, 
     line = make_line(server.url)
     first, second = line.ask("POST", "/first", {"a": 1}), line.ask("GET", "/second", None)
     with server.accept() as connection:
-        host = server.url.removeprefix("http://")
+        host, proof = server.url.removeprefix("http://"), f"Authorization: Bearer {KEY.secret}\r\n"
         assert read_until(connection, b"Length: 0\r\n\r\n").decode() == (
-            f"POST /first HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
-            f'{{"a":1}}GET /second HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 0\r\n\r\n'
+            f"POST /first HTTP/1.1\r\nHost: {host}\r\n{proof}Content-Type: application/json\r\nContent-Length: 7\r\n\r\n"
+            f'{{"a":1}}GET /second HTTP/1.1\r\nHost: {host}\r\n{proof}Content-Type: application/json\r\nContent-Length: 0\r\n\r\n'
         )
         assert not first.done() and not second.done()
         connection.sendall(OK + b'{"x":1}' + OK + b'{"x"')
@@ -231,7 +232,7 @@ GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]]
 def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answers, message):
     """Anything but a ControlError would end the first rank alone, in the middle of a collective."""
     with (
-        SGLangControl([server.url], tensor_parallel=1, timeout_s=TIMEOUT_S) as control,
+        SGLangControl([server.url], tensor_parallel=1, timeout_s=TIMEOUT_S, key=KEY) as control,
         ThreadPoolExecutor(1) as thread,
     ):
         asked = thread.submit(ask, control)
@@ -248,7 +249,7 @@ def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answe
 def test_a_run_s_control_refuses_servers_that_capture_no_experts_where_they_are_replayed(server):
     """Also the control of servers that took the place of the first ones, which is made by the same function."""
     launch = LaunchConfig(collective_timeout_s=10 * TIMEOUT_S)
-    control_of = partial(SGLangControl.of, RolloutConfig(), launch, needs_experts=True)
+    control_of = partial(SGLangControl.of, RolloutConfig(), launch, key=KEY, needs_experts=True)
     with control_of([server.url]) as control, ThreadPoolExecutor(1) as thread:
         asked = thread.submit(control.require_plugin)
         with closing(server.accept()) as connection:

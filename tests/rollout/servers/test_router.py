@@ -28,6 +28,7 @@ from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.fuzzing import ask_without_key, tell_to_stop, throw_at
 from tests.support.process_groups import assert_all_end
 from tests.support.real_servers import make_fleet
+from tests.support.server_specs import KEY
 from tests.support.whole_runs import (
     RECIPE,
     ROOT,
@@ -48,14 +49,20 @@ time."""
 def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install sglang-router==0\.3\.2"):
-        Router(RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "log", request_timeout_s=1)
+        Router(
+            RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "log", request_timeout_s=1, key=KEY
+        )
 
 
 @pytest.mark.engines
 def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.servers.router.START_TIMEOUT_S", 15.0)
     router = Router(
-        RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "router.log", request_timeout_s=60
+        RouterConfig(),
+        ["http://127.0.0.1:9"],
+        log_file=tmp_path / "router.log",
+        request_timeout_s=60,
+        key=KEY,
     )
     started = psutil.Process(router._process.pid)
     try:
@@ -116,7 +123,9 @@ def test_samples_come_whole_through_a_router_from_every_server(fleet, folder, po
     before = prefilled(fleet)
 
     async def scenario():
-        async with generation_client(run_config(folder, policy=policy), fleet.urls, log_dir=folder) as client:
+        async with generation_client(
+            run_config(folder, policy=policy), fleet.urls, log_dir=folder, key=KEY
+        ) as client:
             return await groups(client, 6), client.stats
 
     sampled, stats = asyncio.run(scenario())
@@ -139,7 +148,7 @@ def test_requests_wait_out_a_pause_that_is_longer_than_the_looks_at_health(fleet
     config = run_config(folder)
 
     async def scenario(control):
-        async with generation_client(config, fleet.urls, log_dir=folder) as client:
+        async with generation_client(config, fleet.urls, log_dir=folder, key=KEY) as client:
             url = client._router.url
             asked = asyncio.ensure_future(groups(client, 2))
             until = time.monotonic() + PAUSE_S
@@ -150,14 +159,15 @@ def test_requests_wait_out_a_pause_that_is_longer_than_the_looks_at_health(fleet
             await asyncio.to_thread(control.resume)
             return await asyncio.wait_for(asked, 60), client.stats
 
-    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as control:
+    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as control:
         control.pause()
         sampled, stats = asyncio.run(scenario(control))
     assert [len(group) for group in sampled] == [4, 4] and stats.retries == 0
 
 
 def workers(url: str) -> list[dict]:
-    with urllib.request.urlopen(f"{url}/workers", timeout=20) as response:
+    asked = urllib.request.Request(f"{url}/workers", headers=KEY.http_headers)
+    with urllib.request.urlopen(asked, timeout=20) as response:
         return json.loads(response.read())["workers"]
 
 
@@ -171,7 +181,7 @@ def test_a_router_that_dies_is_named_with_its_log(fleet, folder, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
     async def scenario():
-        async with generation_client(run_config(folder), fleet.urls, log_dir=folder) as client:
+        async with generation_client(run_config(folder), fleet.urls, log_dir=folder, key=KEY) as client:
             assert len(await groups(client, 1)) == 1
             watchdog = client._router._process
             (router,) = psutil.Process(watchdog.pid).children()

@@ -53,7 +53,7 @@ from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.megatron_workers import run_forked
 from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_of
-from tests.support.server_specs import server_spec
+from tests.support.server_specs import KEY, server_spec
 from tests.support.server_workers import die_in_a_transfer, write_answers_of_sglang
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
@@ -102,7 +102,7 @@ def fleet(model_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def control(fleet):
-    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as control:
+    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as control:
         yield control
 
 
@@ -128,7 +128,7 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(8)]
 
     async def sample_all():
-        options = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0, "stop": STOP}
+        options = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0, "key": KEY, "stop": STOP}
         async with SGLangClient(fleet.urls, **options) as client:
             shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5, 9]}
             # Also a group of one.
@@ -195,7 +195,7 @@ def test_kept_ids_and_log_probs_are_of_the_truncated_softmax(fleet, models, limi
 
     async def sample_all():
         shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5]}
-        options = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0}
+        options = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0, "key": KEY}
         async with SGLangClient(fleet.urls, truncation=truncation, **options) as client:
             full = client.with_own_places()  # one batch of both kinds
             asked = [client.generate_group(p, **shared, seeds=range(3)) for p in prompts]
@@ -226,7 +226,9 @@ def test_kept_ids_and_log_probs_are_of_the_truncated_softmax(fleet, models, limi
 @pytest.mark.engines
 def test_siblings_of_one_prompt_differ_unless_top_p_or_top_k_leaves_one_id(fleet):
     async def sample():
-        async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
+        async with SGLangClient(
+            fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0, key=KEY
+        ) as client:
             asked = {"prompt_ids": [4, 5, 6], "max_new_tokens": 8, "stop_token_ids": [0], "seeds": range(16)}
             likeliest = [client.with_own_places(top_p=1e-9), client.with_own_places(top_k=1)]
             return [
@@ -241,7 +243,9 @@ def test_siblings_of_one_prompt_differ_unless_top_p_or_top_k_leaves_one_id(fleet
 @pytest.mark.engines
 def test_an_oversized_request_is_refused_with_the_servers_words(fleet):
     async def sample():
-        async with SGLangClient(fleet.urls, max_concurrency=2, timeout_s=60, max_retries=3) as client:
+        async with SGLangClient(
+            fleet.urls, max_concurrency=2, timeout_s=60, max_retries=3, key=KEY
+        ) as client:
             try:
                 await client.generate_group(
                     [4, 5], max_new_tokens=5000, temperature=1.0, stop_token_ids=[0], seeds=[1, 2]
@@ -259,7 +263,9 @@ def test_a_server_takes_the_lengths_that_prompts_and_episodes_are_held_to(fleet)
     limit = server_limit("max_position_embeddings", positions)
 
     async def sample():
-        async with SGLangClient(fleet.urls, max_concurrency=4, timeout_s=60, max_retries=0) as client:
+        async with SGLangClient(
+            fleet.urls, max_concurrency=4, timeout_s=60, max_retries=0, key=KEY
+        ) as client:
 
             async def lengths(prompt, max_new_tokens):
                 made = await client.generate_group(
@@ -324,7 +330,7 @@ def check_an_update_in_a_response(
     even version is of the first model. Returns the model that the server has at the end."""
     prompt = [3, 8, 5, 14, 9]
     with (
-        SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as asking,
+        SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120, key=KEY) as asking,
         ThreadPoolExecutor(1) as thread,
     ):
         pause_s = 0.1
@@ -390,7 +396,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
     """By ``tandem verify-sync``: a server that has read the weights from disk, against itself after a transfer
     of those very weights, and with one bit changed on the way."""
     config = load_config(RECIPE, [f"model.path={model_dirs[0]}"])
-    control = SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60)
+    control = SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY)
     control.load_from_disk(model_dirs[0], version=0)
     (reference,) = _get_answers(control, config)
     weights = dict(models[0].named_parameters())
@@ -413,7 +419,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
 def of_selftest(fleet, control, model_dirs, tmp_path):
     """Runs the work of a selftest's check with this server."""
     init_distributed(60.0)
-    request = {"urls": fleet.urls, "key_file": str(tmp_path / "key.yaml")}
+    request = {"urls": fleet.urls, "key_file": str(KEY.file)}
 
     def run(part, placement="separate"):
         config = load_config(SELFTEST, [f"model.path={model_dirs[0]}", f"launch.placement={placement}"])
@@ -631,7 +637,7 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
         arguments = (model_dirs[(version + 1) % 2], url, carrier)
         assert run_forked(die_in_a_transfer, *arguments) == -signal.SIGKILL
     with (
-        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one,
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as next_one,
         ThreadPoolExecutor(1) as thread,
     ):
         assert next_one.take_over() and next_one.take_over()
@@ -641,7 +647,7 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
             [expected_checksums(model.named_parameters()) for model in (mine, other)],
         )
         assert held not in whole, "parts of two versions"
-        with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as asking:
+        with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as asking:
             response = thread.submit(asking.probe, [3, 4, 5], max_new_tokens=4, temperature=1.0)
             assert send(next_one, mine, version=version) == [version]
             assert next_one.checksums() == [expected_checksums(mine.named_parameters())]
@@ -681,7 +687,7 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             fleet.wait_healthy(600)
         urls = [url for fleet in fleets for url in fleet.urls]
         assert len(urls) == 1, "a replica answers on its first node alone"
-        with SGLangControl(urls, tensor_parallel=2, timeout_s=60) as control:
+        with SGLangControl(urls, tensor_parallel=2, timeout_s=60, key=KEY) as control:
             before = control.checksums()[0]
             has_plugin = num_nodes == 1
             if has_plugin:
@@ -783,7 +789,7 @@ OWNER = """
 import json, sys, time
 from pathlib import Path
 from rollout.servers.fleet import ServerFleet
-from tests.support.server_specs import server_spec
+from tests.support.server_specs import KEY, server_spec
 fleet = ServerFleet(server_spec(Path(sys.argv[1]), dtype="float32", max_total_tokens=4096), Path(sys.argv[2]))
 fleet.start()
 print(json.dumps([replica.process.pid for replica in fleet._replicas]), flush=True)

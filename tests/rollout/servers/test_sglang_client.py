@@ -30,6 +30,7 @@ from rollout.servers.kept_sets import Truncation
 from rollout.sglang_plugin.tandem_routed_experts import KNOWN_BY
 from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
+from tests.support.server_specs import KEY
 from tracing import Recorder, at_step, install
 from tracing.reading import read_trace
 
@@ -110,7 +111,7 @@ class LocalServer:
 
 
 def make_client(*servers, **changes) -> SGLangClient:
-    options = {"max_concurrency": 64, "timeout_s": 20.0, "max_retries": 2} | changes
+    options = {"max_concurrency": 64, "timeout_s": 20.0, "max_retries": 2, "key": KEY} | changes
     return SGLangClient([server.url for server in servers], **options)
 
 
@@ -482,7 +483,7 @@ def test_a_refused_connection_names_the_address():
     async def scenario():
         async with LocalServer(lambda n: answer()) as server:
             url = server.url
-        async with SGLangClient([url], max_concurrency=1, timeout_s=20, max_retries=0) as client:
+        async with SGLangClient([url], max_concurrency=1, timeout_s=20, max_retries=0, key=KEY) as client:
             with pytest.raises(GenerationError, match=url):
                 await ask(client)
 

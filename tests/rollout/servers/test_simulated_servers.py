@@ -16,6 +16,7 @@ from benchmarks.simulated_servers import (
 from rollout.records import FinishReason
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
+from tests.support.server_specs import KEY
 
 END, LONGEST = 99, 40
 
@@ -33,7 +34,7 @@ async def served(answers: Answers, **options):
     server = SimulatedServer(answers, **{"tokens_per_s": 0.0, "slots": 8} | options)
     runner, url = await start(server)
     try:
-        async with SGLangClient([url], max_concurrency=64, timeout_s=20.0, max_retries=0) as client:
+        async with SGLangClient([url], max_concurrency=64, timeout_s=20.0, max_retries=0, key=KEY) as client:
             yield server, url, client
     finally:
         await runner.cleanup()
@@ -80,7 +81,7 @@ def test_an_update_in_the_middle_is_seen_in_the_versions_of_tokens(answers):
     would be after 4; what is left of it is then sampled at once."""
 
     def update(server: SimulatedServer, url: str) -> list[int]:
-        with SGLangControl([url], tensor_parallel=1, timeout_s=10.0) as control:
+        with SGLangControl([url], tensor_parallel=1, timeout_s=10.0, key=KEY) as control:
             control.group_name = "simulated"
             control.open_update().wait()
             control.receive_bucket(names=["w"], dtype="bfloat16", shapes=[[1]], version=1).wait()

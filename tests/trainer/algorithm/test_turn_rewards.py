@@ -13,7 +13,7 @@ from configs.schema.objective import GaeAdvantage, GrpoAdvantage, ReinforcePlusP
 from rollout.records import Group, Trajectory
 from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
-from trainer.batch.sharing_out import Division
+from trainer.batch.sharing_out import share_out
 from trainer.batch.step_batch import step_batch
 
 TURN = {"credit": "turn"}
@@ -62,9 +62,9 @@ def values_of(t: Trajectory) -> torch.Tensor:
 
 def on_ranks(of: list[Group], config, *, num_ranks: int = 1, credits_turns: bool = True):
     """Advantages by (group, sibling, branch), of the sequences of all ranks."""
-    shares = Division(
-        num_minibatches=1, dp_size=num_ranks, token_budget=10**6, credits_turns=credits_turns
-    ).shares(of)
+    shares = share_out(
+        of, num_minibatches=1, dp_size=num_ranks, token_budget=10**6, credits_turns=credits_turns
+    )
     found = {}
     for share in shares:
         batch = step_batch(share)
@@ -176,7 +176,7 @@ def test_a_penalty_is_credited_to_the_tokens_up_to_it():
         prompt_id="p",
         trajectories=[sequence(n, [True, False, True], [0.5, 0.5], 1.0) for n in (0, 1)],
     )
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=10**6, credits_turns=True).shares([group])
+    (share,) = share_out([group], num_minibatches=1, dp_size=1, token_budget=10**6, credits_turns=True)
     batch = step_batch(share)
     penalty_T = torch.tensor([0.25, 9.0, 0.5, 1.0, 9.0, 0.0])
     found = compute_advantages(

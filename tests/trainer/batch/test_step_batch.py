@@ -1,4 +1,4 @@
-"""The step as it runs: Division -> step_batch -> scores, advantages, correction, loss weights ->
+"""The step as it runs: share_out -> step_batch -> scores, advantages, correction, loss weights ->
 minibatches -> loss.
 
 Neither the number of data-parallel ranks, nor the token budget, nor the order of sequences in a packing may
@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
 from trainer.batch.farthest_token import Measure, _farthest_here, farthest_token
 from trainer.batch.plan import Routing
-from trainer.batch.sharing_out import Division, Share
+from trainer.batch.sharing_out import Share, share_out
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
 from trainer.ranks.totals import alone, total_over
@@ -428,10 +429,14 @@ def whole_step(groups: list[Group], num_minibatches: int, setup: Setup) -> StepR
 
 
 def whole_share(groups: list[Group], num_minibatches: int, setup: Setup) -> Share:
-    division = Division(
-        num_minibatches=num_minibatches, dp_size=1, token_budget=10**6, masks_truncated=setup.masks_truncated
+    division = partial(
+        share_out,
+        num_minibatches=num_minibatches,
+        dp_size=1,
+        token_budget=10**6,
+        masks_truncated=setup.masks_truncated,
     )
-    (share,) = division.shares(groups)
+    (share,) = division(groups)
     return share
 
 
@@ -467,9 +472,7 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
     groups, minibatches, num_ranks, token_budget = step
     setup = Setup(mode=mode)
     wanted = whole_step(groups, minibatches, setup)
-    shares = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget).shares(
-        groups
-    )
+    shares = share_out(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
     found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
@@ -479,8 +482,8 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
 def test_what_micro_batches_give_goes_back_to_the_tokens_that_they_took(step, seed):
     """Numbers per token, and rows of two."""
     groups, minibatches, num_ranks, token_budget = step
-    division = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
-    for share in division.shares(groups):
+    division = partial(share_out, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    for share in division(groups):
         batch = step_batch(shuffled(share, seed))
         parts = batch.microbatches()
         assert torch.equal(batch.scattered([part.targets_T for part in parts]), batch.packed.targets_T)
@@ -492,7 +495,7 @@ def test_what_micro_batches_give_goes_back_to_the_tokens_that_they_took(step, se
 def test_numbers_of_the_whole_step_are_one_list_for_all_ranks():
     """512 ranks of 16,384 sequences would be eight million of each."""
     groups = make_groups([[4] * 8], [[1.0] * 8], seed=0)
-    first, *others = Division(num_minibatches=1, dp_size=8, token_budget=20).shares(groups)
+    first, *others = share_out(groups, num_minibatches=1, dp_size=8, token_budget=20)
     for name in ("lengths", "rewards", "group_ids", "episode_ids", "group_sizes"):
         assert all(getattr(share, name) is getattr(first, name) for share in others), name
 
@@ -525,9 +528,7 @@ setups = st.builds(
 def test_every_correction_objective_and_advantage_is_the_same_under_any_layout(ranks, step, setup, seed):
     groups, minibatches, num_ranks, token_budget = step
     wanted = whole_step(groups, minibatches, setup)
-    shares = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget).shares(
-        groups
-    )
+    shares = share_out(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
     found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
@@ -561,9 +562,7 @@ OWN_WEIGHT = FunctionWeight(level="function", function=f"{HERE}:truncate", setti
 def test_functions_of_the_users_own_are_bitwise_the_built_in_ones(ranks, step, mode, scores_old, pairs):
     groups, minibatches, num_ranks, token_budget = step
     num_ranks = num_ranks if num_ranks < MOST_RANKS else 1
-    shares = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget).shares(
-        groups
-    )
+    shares = share_out(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
     results = []
     for (objective, advantage), weight in zip(
         pairs, (ImportanceWeight(upper=UPPER), OWN_WEIGHT), strict=True
@@ -604,10 +603,14 @@ def test_with_its_advantages_a_step_learns_as_if_masked_responses_were_not_there
     staying = {min(s for s in of_first if s[0] == group) for group, _ in of_first}
     cut = data.draw(st.sets(st.sampled_from(samples))) - staying
     groups, masking = truncated(groups, cut), replace(setup, masks_truncated=True)
-    division = Division(
-        num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget, masks_truncated=True
+    division = partial(
+        share_out,
+        num_minibatches=minibatches,
+        dp_size=num_ranks,
+        token_budget=token_budget,
+        masks_truncated=True,
     )
-    found = ranks.run(division.shares(groups), masking)
+    found = ranks.run(division(groups), masking)
 
     advantages = {}
     share = whole_share(groups, minibatches, masking)
@@ -628,8 +631,8 @@ def test_with_its_advantages_a_step_learns_as_if_masked_responses_were_not_there
 def test_a_step_of_masked_responses_alone_has_no_loss_and_no_gradient(ranks, objective):
     setup = Setup(objective=objective, masks_truncated=True)
     groups = truncated(make_groups(LENGTHS, REWARDS, seed=3), {(g, s) for g in range(4) for s in range(3)})
-    division = Division(num_minibatches=2, dp_size=2, token_budget=20, masks_truncated=True)
-    found = ranks.run(division.shares(groups), setup)
+    division = partial(share_out, num_minibatches=2, dp_size=2, token_budget=20, masks_truncated=True)
+    found = ranks.run(division(groups), setup)
     assert found.losses == [0.0, 0.0] and not any(gradient.any() for gradient in found.gradients)
 
 
@@ -643,10 +646,10 @@ def test_all_sequences_of_a_truncated_sample_are_masked_and_packed_apart():
     )  # fmt: skip
     assert one[0].finish_reason == other[1].finish_reason == FinishReason.LENGTH
     groups = [replace(g, trajectories=of) for g, of in zip(groups, (one, other), strict=True)]
-    division = Division(
-        num_minibatches=1, dp_size=1, token_budget=100, masks_truncated=True, parts_no_signal=True
+    division = partial(
+        share_out, num_minibatches=1, dp_size=1, token_budget=100, masks_truncated=True, parts_no_signal=True
     )
-    (share,) = division.shares(groups)
+    (share,) = division(groups)
     assert share.masked == {0, 1, 6}
     assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [
         [2, 3, 4, 5],
@@ -655,7 +658,7 @@ def test_all_sequences_of_a_truncated_sample_are_masked_and_packed_apart():
     sampled = [int(t.response_mask.sum()) for t in [*one, *other]]
     assert all(sampled)
     masked = [0 if number in share.masked else count for number, count in enumerate(sampled)]
-    (unmasked,) = replace(division, masks_truncated=False).shares(groups)
+    (unmasked,) = division(groups, masks_truncated=False)
     for made, expected in ((share, masked), (unmasked, sampled)):
         packed = step_batch(made).packed
         counts = [int(mask_T.sum()) for mask_T in packed.response_mask_T.split(packed.lengths)]
@@ -673,9 +676,9 @@ def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step,
     if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
         # Needs the pass before, as RunConfig.scores_old says.
         setup = replace(setup, correction=TRUNCATED_TOKENS)
-    (whole,) = Division(num_minibatches=1, dp_size=1, token_budget=10**6).shares(groups)
+    (whole,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=10**6)
     wanted = StepResult.total([run_step(whole, setup, None)])
-    shares = Division(num_minibatches=1, dp_size=num_ranks, token_budget=token_budget).shares(groups)
+    shares = share_out(groups, num_minibatches=1, dp_size=num_ranks, token_budget=token_budget)
     found = ranks.run(
         [shuffled(share, seed + rank) for rank, share in enumerate(shares)], replace(setup, scores_old=False)
     )
@@ -693,9 +696,7 @@ def test_normalisers_are_counted_over_all_ranks(ranks, mode):
     setup = Setup(mode=mode)
     wanted = whole_step(groups, 2, setup)
     for num_ranks in (2, 3):
-        found = ranks.run(
-            Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups), setup
-        )
+        found = ranks.run(share_out(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20), setup)
         assert_same(found, wanted, magnitudes(groups, 2, setup))
 
 
@@ -827,7 +828,7 @@ def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
     """Two groups of two episodes, the first of which forked; two minibatches on two ranks."""
     groups = make_groups([[5, 4, 6], [3, 4]], [[1.0, 1.0, 0.0], [0.0, 1.0]], seed=1)
     groups[0] = forked(groups[0], [False, True, False])
-    first, second = Division(num_minibatches=2, dp_size=2, token_budget=20).shares(groups)
+    first, second = share_out(groups, num_minibatches=2, dp_size=2, token_budget=20)
     assert first.lengths == [4, 3, 5, 2, 3, 1] and first.group_sizes == [3, 2]
     assert first.episode_ids == [0, 0, 1, 2, 3, 0] and first.rewards == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     of_ranks = zip(_ids_by_minibatch(first), _ids_by_minibatch(second), strict=True)
@@ -841,19 +842,19 @@ def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
 def test_episodes_are_numbered_where_one_has_forked():
     """Else the learner would score ``old`` by a pass of its own at every step (``Learner.score``)."""
     (group,) = make_groups([[5, 4, 6]], [[1.0, 1.0, 0.0]], seed=1)
-    division = Division(num_minibatches=1, dp_size=1, token_budget=20)
+    division = partial(share_out, num_minibatches=1, dp_size=1, token_budget=20)
     for groups, num_episodes, has_forks in (
         ([group], 3, False),
         ([forked(group, [False, True, False])], 2, True),
     ):
-        (share,) = division.shares(groups)
+        (share,) = division(groups)
         batch = step_batch(share)
         assert batch.num_episodes == num_episodes and (batch.episode_ids_S is not None) == has_forks
 
 
 def test_a_critics_targets_are_those_of_the_advantages():
     (group,) = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=20).shares([group])
+    (share,) = share_out([group], num_minibatches=1, dp_size=1, token_budget=20)
     batch = step_batch(share)
     advantages_T, returns_T = torch.rand(2, batch.packed.num_tokens)
     for returns in (returns_T, None):
@@ -874,7 +875,7 @@ def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
         return replace(t, **experts, **kept)
 
     group = replace(group, trajectories=[with_more(t) for t in group.trajectories])
-    for share in Division(num_minibatches=1, dp_size=2, token_budget=20).shares([group]):
+    for share in share_out([group], num_minibatches=1, dp_size=2, token_budget=20):
         packed, filling = (
             step_batch(share, routing=routing).packed,
             [t.branch == -1 for t in share.trajectories],
@@ -889,9 +890,9 @@ def test_each_rank_has_a_multiple_of_micro_batches_also_behind_forks():
     groups = make_groups([[9, 5, 14, 4], [12, 3, 20]], [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], seed=3)
     groups[0] = forked(groups[0], [False, False, True, False])
     for multiple in (1, 2, 3):
-        shares = Division(
-            num_minibatches=1, dp_size=2, token_budget=100, microbatch_multiple=multiple
-        ).shares(groups)
+        shares = share_out(
+            groups, num_minibatches=1, dp_size=2, token_budget=100, microbatch_multiple=multiple
+        )
         assert [len(microbatches) for share in shares for microbatches in share.rows] == [multiple, multiple]
         assert sum(len(share.trajectories) for share in shares) == {1: 8, 2: 8, 3: 12}[multiple]
 
@@ -913,9 +914,9 @@ def test_groups_of_one_prompt_share_micro_batches_where_the_model_computes_it_on
         (False, [[0], [1], [2], [3], [4], [5]]),
         (True, [[0, 1, 2], [3, 4, 5]]),
     ):
-        (share,) = Division(
-            num_minibatches=1, dp_size=1, token_budget=13, shares_prompts=shares_prompts
-        ).shares(groups)
+        (share,) = share_out(
+            groups, num_minibatches=1, dp_size=1, token_budget=13, shares_prompts=shares_prompts
+        )
         assert (
             sorted(sorted(share.sequence_ids[row] for row in rows) for rows in share.rows[0]) == micro_batches
         )
@@ -925,15 +926,15 @@ def test_rewards_of_turns_are_there_where_they_are_credited():
     """Without them an advantage is of whole episodes (``compute_advantages``)."""
     groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
     for credits_turns in (False, True):
-        (share,) = Division(
-            num_minibatches=1, dp_size=1, token_budget=20, credits_turns=credits_turns
-        ).shares(groups)
+        (share,) = share_out(
+            groups, num_minibatches=1, dp_size=1, token_budget=20, credits_turns=credits_turns
+        )
         assert (step_batch(share).turn_rewards is not None) == credits_turns
 
 
 def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
     groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=20).shares(groups)
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=20)
     plain, packed = step_batch(share).packed, step_batch(share, newest=3, share_prompts=True).packed
     assert plain.lag_T is None is plain.prompt_ids_S and packed.prompt_ids_S is not None
     assert (packed.lag_T[packed.response_mask_T] == 3).all(), "sampled by version 0"
@@ -941,7 +942,7 @@ def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
 
 def test_groups_of_which_all_scored_samples_have_one_reward_are_packed_apart():
     groups = make_groups([[5, 5]] * 4, [[1.0, 1.0], [0.0, 1.0], [1.0, None], [None, None]], seed=1)
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True).shares(groups)  # fmt: skip
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True)  # fmt: skip
     assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [
         [2, 3],
         [0, 1, 4, 5, 6, 7],
@@ -953,7 +954,7 @@ def test_rewards_that_differ_by_the_order_of_a_sum_are_no_signal():
     rewards = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]
     assert rewards[0] != rewards[1]
     groups = make_groups([[5, 5]] * 2, [rewards, [0.0, 1.0]], seed=1)
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True).shares(groups)
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True)
     assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [[2, 3], [0, 1]]
     batch = step_batch(share)
     found_T = compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, GRPO).advantages_T
@@ -971,7 +972,7 @@ def _ids_by_minibatch(share: Share) -> list[list[int]]:
 def test_groups_that_do_not_divide_into_minibatches_are_refused():
     groups = make_groups([[5], [4]], [[1.0], [0.0]], seed=1)
     with pytest.raises(ValueError, match=r"2 groups do not divide into 3 .*learner.minibatches"):
-        Division(num_minibatches=3, dp_size=1, token_budget=20).shares(groups)
+        share_out(groups, num_minibatches=3, dp_size=1, token_budget=20)
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -1007,8 +1008,8 @@ def test_rejected_tokens_have_no_weight_and_count_where_the_denominator_is_all(d
 
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
     """Each count is a collective of the whole step."""
-    (share,) = Division(num_minibatches=2, dp_size=1, token_budget=20).shares(
-        make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1)
+    (share,) = share_out(
+        make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1), num_minibatches=2, dp_size=1, token_budget=20
     )
     counted = []
 
@@ -1082,7 +1083,7 @@ def test_rewards_under_the_learners_policy_count_an_episode_once(ranks):
     weights = {key: math.exp(log_ratio) for key, log_ratio in log_ratios.items()}
     wanted = sum(weights[key] * rewards[key] for key in weights) / sum(weights.values())
     for num_ranks in (1, 2, 3):
-        shares = Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups)
+        shares = share_out(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
         for found in ranks.call(reward_metrics_on_rank, shares):
             assert found["reward/as_sampled"] == pytest.approx(
                 sum(rewards[key] for key in weights) / len(weights)
@@ -1135,7 +1136,7 @@ def test_the_farthest_token_is_found_on_any_rank_with_its_place_and_both_values(
     if before := wanted.sibling_id:  # one without a score counts as a sibling
         siblings[before - 1] = replace(siblings[before - 1], reward=None)
     for num_ranks in (1, 2, 3):
-        shares = Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups)
+        shares = share_out(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
         for found in ranks.call(farthest_on_rank, shares, measure):
             assert (
                 f"group {wanted.group_id}, sibling {wanted.sibling_id}, response token {token} (from 0)"

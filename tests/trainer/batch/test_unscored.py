@@ -20,7 +20,7 @@ from rollout.records import Group
 from tests.trainer.batch.test_step_batch import make_groups, truncated
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
-from trainer.batch.sharing_out import Division
+from trainer.batch.sharing_out import share_out
 from trainer.batch.step_batch import step_batch
 from trainer.ranks.totals import alone
 
@@ -45,13 +45,14 @@ def unscored(group: Group, left_out: set[int]) -> Group:
 
 def loss_terms(groups, advantage, **options) -> dict[tuple[int, int], tuple[list[float], list[float]]]:
     """Advantages and aggregation weights of the response tokens, by group and sibling."""
-    (share,) = Division(
+    (share,) = share_out(
+        groups,
         num_minibatches=1,
         dp_size=1,
         token_budget=10_000,
         needs_siblings=advantage.type != "reinforce_pp",
         **options,
-    ).shares(groups)
+    )
     batch = step_batch(share)
     batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T - 0.1)
     advantages = compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, advantage)

@@ -13,7 +13,7 @@ from tests.support.megatron_workers import forked_context
 from tests.support.records import trajectory
 from tests.support.scattering_workers import serve_rank
 from tests.trainer.batch.test_step_batch import make_groups
-from trainer.batch.sharing_out import Division, Share
+from trainer.batch.sharing_out import Share, share_out
 from trainer.ranks.scattering import packed, unpacked
 
 RANKS = 4
@@ -23,7 +23,7 @@ EMPTY = Share(
 
 
 def shares_of(groups: list[Group], dp_size: int) -> list[Share]:
-    return Division(num_minibatches=1, dp_size=dp_size, token_budget=1000).shares(groups)
+    return share_out(groups, num_minibatches=1, dp_size=dp_size, token_budget=1000)
 
 
 def with_experts(groups: list[Group]) -> list[Group]:
@@ -113,7 +113,7 @@ def test_turns_rewards_experts_and_kept_ids_arrive(ends):
         further = {"turns": turns, "reward_parts": {"part": 0.5 * i}, "status": Status.TOKEN_LIMIT}
         changed.append(replace(t, **further, **(kept if i % 2 else {})))
     groups = [replace(groups[0], trajectories=changed)]
-    shares = Division(num_minibatches=1, dp_size=2, token_budget=1000, credits_turns=True).shares(groups)
+    shares = share_out(groups, num_minibatches=1, dp_size=2, token_budget=1000, credits_turns=True)
     for rank, share in enumerate(scattered(ends, [replace(s, turn_rewards=None) for s in shares], 2)):
         expected = shares[rank // 2]
         assert share.trajectories == expected.trajectories
@@ -127,7 +127,7 @@ def test_turns_rewards_experts_and_kept_ids_arrive(ends):
 
 def test_rewards_of_turns_arrive():
     groups = make_groups([[5, 9, 70, 4]], [[0.0, 1.0, 0.5, 1.0]], seed=0)
-    shares = Division(num_minibatches=1, dp_size=2, token_budget=1000, credits_turns=True).shares(groups)
+    shares = share_out(groups, num_minibatches=1, dp_size=2, token_budget=1000, credits_turns=True)
     for share in shares:
         found = unpacked(*packed(share)).turn_rewards
         assert found is not None and share.turn_rewards is not None
@@ -146,7 +146,7 @@ def test_nothing_is_pickled_for_a_token():
         for i in range(4)
     ]  # fmt: skip
     groups = [Group(group_id=0, prompt_id="p", trajectories=samples)]
-    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=2_000_000).shares(groups)
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=2_000_000)
     message, header = packed(share)
     num_tokens = sum(len(t.token_ids) for t in share.trajectories)
     assert header < 2000 and num_tokens == 4 * n

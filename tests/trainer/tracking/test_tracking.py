@@ -897,7 +897,7 @@ def test_an_evaluation_whose_rewards_failed_is_no_fall_and_no_best(tmp_path, cap
 def test_an_accuracy_without_spread_is_not_exact():
     """Of 10 answers all right, then all wrong: the error of each is that of 10 throws of a coin, sqrt(1/4 / 10)."""
     of_ten = {"eval/count": 10, "eval/accuracy_error": 0.0}
-    best = BestAccuracy([of_ten | {"eval/accuracy": 1.0}])
+    best = BestAccuracy([of_ten | {"eval/accuracy": 1.0}], max_failed=None)
     assert best.fall_to(of_ten | {"eval/accuracy": 0.0}) == {"eval/accuracy_fall": pytest.approx(20**0.5)}
     one_problem = {"eval/accuracy": 0.0, "eval/count": 8}
     assert best.fall_to(one_problem) == {} and best.fall_to({"reward/mean": 1.0}) == {}
@@ -913,7 +913,7 @@ def test_a_policy_that_does_not_change_falls_by_chance_in_few_runs(problems, sam
     rng = np.random.default_rng(7)
     falling = 0
     for right in rng.random((runs, 100, problems, samples)) < share:
-        best, falls = BestAccuracy(), []
+        best, falls = BestAccuracy([], max_failed=None), []
         errors = right.mean(-1).std(-1, ddof=1) / problems**0.5
         for accuracy, error in zip(right.mean((-1, -2)), errors, strict=True):
             measured = {
