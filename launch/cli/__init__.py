@@ -121,7 +121,9 @@ def _message_and_exit_code(error: BaseException) -> tuple[object, int] | None:
             error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None
         ):
             return f"{error}; work on a copy of its folder, or ask its owner for permission", 1
-        case OSError() if error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{error}; free space there, then start the command again", 1
+        case OSError() if error.filename is not None:
             return error, 1
         case RunStopped():
             return error, os.EX_TEMPFAIL

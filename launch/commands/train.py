@@ -124,12 +124,22 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 def after_end(folder: RunFolder, config: RunConfig, then: str) -> str:
     """What a failed or interrupted run has saved, then the command that continues it or, after the last step, makes the
     report."""
+    if not folder.config.is_file():
+        return lost_folder(folder)
     if is_finished(folder, config):
         return without_report(folder)
     newest = folder.newest_checkpoint()
     every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
     saved = f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
     return f"{saved}{then}{way_on(folder, here=True)}"
+
+
+def lost_folder(folder: RunFolder) -> str:
+    """The line for a run whose folder went away under it. What its roles wrote afterwards made a new folder of that name,
+    which no command takes for a run."""
+    lost = f"The run's folder was removed, renamed or unmounted while the run used it: {folder.path} has no config.yaml any more"
+    continued = tandem_command("resume", "NEW_PATH")
+    return f"{lost}. If the folder has another name now, `{continued}` continues it from there"
 
 
 def without_report(folder: RunFolder) -> str:

@@ -143,10 +143,10 @@ def wait_for_learner(
     """
     folder = signals.folder
     failure: RoleFailed | None = None
-    asked_at: float | None = None
+    request: _Request | None = None
     may_restart = False
     while any(supervisor.is_running(name) for name in names):
-        if asked_at is None:
+        if request is None:
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
             # A sample role that fails at its start, because of its data or its reward, would fail again.
@@ -157,16 +157,42 @@ def wait_for_learner(
             failure = _failure_of_others(supervisor, folder, (*names, "sample") if is_left_out else names)
             first_line = failure and str(failure).splitlines()[0].rstrip(".")
             if reason := signals.reason or first_line or signals.look():
-                asked_at = time.monotonic()
-                request_stop(folder, reason)
+                request = _Request(folder, reason)
                 steps = "the step is finished or dropped, then a checkpoint is written"
                 print(f"stopping ({reason}): {steps}; at most {timeout_s:.0f} s", flush=True)
-        elif time.monotonic() - asked_at > timeout_s:
+                request.send()
+        elif time.monotonic() - request.made_at > timeout_s:
             if failure is not None:
                 raise failure
             raise KeyboardInterrupt
+        else:
+            request.send()
         time.sleep(POLL_S)
     return _outcome(supervisor, signals, names, failure)
+
+
+class _Request:
+    """The supervisor's request to stop, until it is in the folder. A full disk, for which a run may well be stopped, must not
+    end the run at once: its steps since the last checkpoint would be lost."""
+
+    def __init__(self, folder: RunFolder, reason: str):
+        self.made_at = time.monotonic()
+        self._folder, self._reason = folder, reason
+        self._is_sent = self._has_told = False
+
+    def send(self) -> None:
+        """Write the request, unless it is written. If that fails, say so once; the next call tries again."""
+        if self._is_sent:
+            return
+        try:
+            request_stop(self._folder, self._reason)
+            self._is_sent = True
+        except OSError as error:
+            if not self._has_told:
+                where = f"the request cannot be written into {self._folder.roles} ({error.strerror})"
+                wait = "the run continues, and the request is written as soon as there is some"
+                print(f"{where}; free space: {wait}", flush=True)
+            self._has_told = True
 
 
 def _outcome(

@@ -190,7 +190,8 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(
         (PermissionError(errno.EACCES, "Permission denied", "figures"), "; work on a copy of its folder"),
         (OSError(errno.EROFS, "Read-only file system", "figures"), "; work on a copy of its folder"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "report.html"), ""),
-        (OSError(errno.ENOSPC, "No space left on device"), ""),  # a write does not know its file's name
+        # a write does not know its file's name
+        (OSError(errno.ENOSPC, "No space left on device"), "; free space there"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), None),
         (OSError("a bug"), None),
     ],

@@ -19,6 +19,7 @@ from configs.errors import counted
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
+from trainer.file_system import write_whole
 from trainer.metric_names import STEP_PARTS, TIME_PARTS
 from trainer.report import comparison, timeline
 from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
@@ -49,7 +50,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
         if figure is None:
             path.unlink(missing_ok=True)
             continue
-        save(figure, path, dpi=120, metadata={"Software": None})
+        write_whole(path, as_png(figure))
         pictures.append(shown(title, about, panels))
     note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
@@ -72,7 +73,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
         settings=changed_settings(run.config),
         metrics=_metric_table(run),
     )
-    page.write_text(text, encoding="utf-8")
+    write_whole(page, text.encode())  # on a full disk the page before stays
     return page
 
 
@@ -119,7 +120,7 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
     compared += [(comparison.SETTINGS_TITLE, comparison.SETTINGS_ABOUT, settings)] if settings else []
     curves = shown("Curves", comparison.ABOUT, comparison.draw(recorded, configs[0]))
     text = render("comparison.html", count=len(runs), notes=left_out, compared=compared, figures=[curves])
-    page.write_text(text, encoding="utf-8")
+    write_whole(page, text.encode())
     return Comparison(results=results, settings=settings, left_out=left_out)
 
 
@@ -158,7 +159,7 @@ def shown(title: str, about: str, figures: "Iterable[Figure]") -> dict[str, Any]
     return {"title": title, "about": about, "images": [as_svg(figure) for figure in figures]}
 
 
-def save(figure: "Figure", file: Path | io.StringIO, **options: Any) -> None:
+def save(figure: "Figure", file: io.BytesIO | io.StringIO, **options: Any) -> None:
     """Save the figure with room for its texts. With matplotlib's own layout it would be drawn twice, the first time only
     for the layout."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -166,6 +167,13 @@ def save(figure: "Figure", file: Path | io.StringIO, **options: Any) -> None:
     if figure.axes:  # a legend alone has nothing to lay out, and matplotlib would warn
         ConstrainedLayoutEngine(wspace=0.04, hspace=0.06).execute(figure)
     figure.savefig(file, **options)
+
+
+def as_png(figure: "Figure") -> bytes:
+    """The figure for its own file."""
+    png = io.BytesIO()
+    save(figure, png, format="png", dpi=120, metadata={"Software": None})
+    return png.getvalue()
 
 
 def as_svg(figure: "Figure") -> str:

@@ -1,6 +1,7 @@
 """The messages of ``tandem train`` at its start and at an early end. No role runs: in place of the roles an error ends the
 run. Also the result of ``tandem eval`` in words."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +10,20 @@ import yaml
 
 from launch.commands import train as training
 from launch.processes.supervisor import Interrupted, RoleFailed
+from parallel.checkpoints.files import write_manifest
 from rollout.sampling.messages import EvaluationResult
 
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Starts a run that ends at once: a function of the error and of overrides."""
+    """Starts a run that ends at once: a function of the error, or of what makes it, and of overrides."""
     content = {"name": "tiny", "model": {"path": "m"}, "task": {"type": "countdown"}, "layout": {"dp": 1}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     monkeypatch.setattr(training, "load_checked", lambda parsed, *_, **__: parsed.validated())
 
-    def start(error: BaseException, *overrides: str) -> None:
+    def start(error: BaseException | Callable[[], BaseException], *overrides: str) -> None:
         def end(supervisor, folder, config) -> None:
-            raise error
+            raise error if isinstance(error, BaseException) else error()
 
         monkeypatch.setattr(training, "start_sampling", end)
         training.train(tmp_path / "run.yaml", [f"launch.runs_dir={tmp_path}", *overrides])
@@ -54,6 +56,25 @@ def test_a_run_that_saved_nothing_names_the_command_that_starts_it_again(train, 
     run = capsys.readouterr().out.splitlines()[0].removeprefix("run folder: ")
     assert "Nothing was saved (checkpoint.every is 0)" in str(ended.value)
     assert f"start again with `tandem train {run}/config.yaml`" in str(ended.value)
+
+
+@pytest.mark.parametrize("ends_by", [KeyboardInterrupt, RoleFailed])
+def test_a_run_whose_folder_was_renamed_says_so_and_names_no_command_that_would_be_refused(
+    train, tmp_path, capsys, ends_by
+):
+    def renamed() -> BaseException:
+        (run,) = tmp_path.glob("tiny-*")
+        run.rename(tmp_path / "elsewhere")
+        checkpoint = run / "checkpoints/step_000004"  # a learner that was asked to stop still saves its step
+        checkpoint.mkdir(parents=True)
+        write_manifest(checkpoint, world_size=1)
+        return ends_by("the serve role ended with exit code 0.")
+
+    with pytest.raises((Interrupted, RoleFailed)) as ended:
+        train(renamed)
+    run, text = capsys.readouterr().out.splitlines()[0].removeprefix("run folder: "), str(ended.value)
+    assert f"removed, renamed or unmounted while the run used it: {run} has no config.yaml" in text
+    assert "`tandem resume NEW_PATH`" in text and "Saved" not in text and f"resume {run}" not in text
 
 
 def test_an_evaluation_tells_the_standard_error_of_every_set():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
-from launch.processes.run_folder import RunFolder, read_lives
+from launch.processes import stopping
+from launch.processes.run_folder import RunFolder, read_lives, write_json
 from launch.processes.stopping import (
     Finished,
     Stopped,
@@ -95,6 +96,21 @@ def test_a_signal_is_passed_on_and_the_learner_ends_by_itself(folder, number, ca
     assert outcome == Stopped(step=3, reason=number.name)
     assert f"stopping ({number.name})" in capsys.readouterr().out
     assert signal.getsignal(number) is before
+
+
+def test_a_request_that_finds_no_space_is_written_once_there_is_some(folder, monkeypatch, capsys):
+    answers = [OSError(errno.ENOSPC, "No space left on device")] * 3
+
+    def write_where_there_is_space(path: Path, content: dict) -> None:
+        if answers:
+            raise answers.pop()
+        write_json(path, content)
+
+    monkeypatch.setattr(stopping, "write_json", write_where_there_is_space)
+    outcome = supervise(folder, "ready(); supervisor(signal.SIGTERM); stop()")
+    assert outcome == Stopped(step=3, reason="SIGTERM") and not answers
+    told = f"the request cannot be written into {folder.roles} (No space left on device); free space"
+    assert capsys.readouterr().out.count(told) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import resource
 import subprocess
 import sys
 import warnings
@@ -648,6 +649,28 @@ def test_a_report_that_fails_is_told_in_a_line_and_fails_no_run(tmp_path, monkey
     (text,) = told
     assert "(ZeroDivisionError: " in text and "\n" not in text
     assert f"the run is complete, and `tandem report {folder.path}` makes the report again" in text
+
+
+@pytest.mark.parametrize("has_figures", [True, False])
+def test_a_report_that_finds_no_space_names_the_file_and_leaves_the_one_before(
+    tmp_path, monkeypatch, has_figures
+):
+    page = write_report(make_run(tmp_path / "run", [1, 2], metrics=few_metrics))
+    figures = page.parent / "figures"
+    before = {file: file.read_bytes() for file in (page, *figures.iterdir())}
+    if not has_figures:
+        monkeypatch.setattr(page_module, "_draw_all", lambda run: iter(()))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, limits[1])
+    )  # no file may be larger, as if the disk were full
+    try:
+        with pytest.raises(OSError) as raised:
+            write_report(page.parent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path(raised.value.filename).parent == (figures if has_figures else page.parent)
+    assert {file: file.read_bytes() for file in before} == before
 
 
 def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
