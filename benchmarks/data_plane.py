@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -299,9 +300,14 @@ def sample_role(run: Path, plan: dict) -> None:
     from rollout.run_key import run_key
     from rollout.sampling.role import run_sample_role
 
+    config = config_of(plan)
+    saved = json.loads((config.model.path / "config.json").read_text())
     role = run_sample_role(
-        config_of(plan),
-        server_urls=plan["urls"],
+        config,
+        SimpleNamespace(
+            max_positions=saved["max_position_embeddings"], vocab_size=saved["vocab_size"], experts=None
+        ),
+        server_urls=lambda: plan["urls"],
         announce=lambda address: print(json.dumps(address), flush=True),
         log_dir=run,
         key=run_key(run / "key.yaml"),
