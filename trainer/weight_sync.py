@@ -113,22 +113,22 @@ class WeightSync:
         rollout: RolloutConfig,
         launch: LaunchConfig,
         *,
+        control_of: ControlOf,
         agreement: EngineAgreement | None = None,
         address: str = "127.0.0.1",
         turns: OwnDevices | None = None,
-        control_of: ControlOf | None = None,
         lives: Lives | None = None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first.
+        control_of: makes a control of the given servers, like ``control``, for a sender or for servers that were started again.
         agreement: the checks of probes and samples; None: only of probes, by the dtypes of both sides.
         address: this host's in the run. The servers reach a sender at it, and those of the same node answer at it.
         turns: None if the servers have their own devices.
-        control_of: makes a control of the given servers, like ``control``, for a sender or for servers that were started
-        again; None: for servers without a key. lives: the address of each server that can receive weights, with the number of
-        its start; called only on rank 0. It raises a RolloutError if servers are not started any more. None,
-        on all ranks, if the servers stay the same until the run ends. stop_requested: the reason to stop, or
-        None; checked while servers start."""
+        lives: the address of each server that can receive weights, with the number of its start; called only on rank 0. It
+        raises a RolloutError if servers are not started any more. None, on all ranks, if the servers stay the same until the run
+        ends.
+        stop_requested: the reason to stop, or None; checked while servers start."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
@@ -147,7 +147,7 @@ class WeightSync:
         """Whether the sender is one of several, each for the servers of its node."""
         self._buffers = Buffers(device().type)
         self._launch, self._address = launch, address
-        self._control_of = control_of or partial(SGLangControl.of, rollout, launch)
+        self._control_of = control_of
         self._lives, self._stop_reason = lives, stop_requested
         self._served: dict[str, int] = {}
         if lives is not None and control is not None:

@@ -214,7 +214,13 @@ def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, 
     rollout = RolloutConfig(dtype="float32", temperature=TEMPERATURE)
     agreement = EngineAgreement.of(rollout, learner.engine.dtype, compares_samples=not probes)
     launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-    return WeightSync(learner, control, rollout, launch, agreement=agreement, turns=turns)
+    return WeightSync(
+        learner, control, rollout, launch, control_of=no_other_servers, agreement=agreement, turns=turns
+    )
+
+
+def no_other_servers(urls):
+    pytest.fail("these servers stay the same")
 
 
 TRANSFER = ["take weights", "open_update", "receive_transfer", "close_update", "take kv_cache", "resume"]

@@ -318,6 +318,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         max_staleness: int = 0,
         is_aligned: bool = False,
         compares_samples: bool = False,
+        left: FakeControl | None = None,
     ):
         control = FakeControl(folder, num_replicas)
         controls.append(control)
@@ -334,7 +335,17 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
             rollout, learner.engine.dtype, is_aligned=is_aligned, compares_samples=compares_samples
         )
         launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-        syncs.append(WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives))
+        syncs.append(
+            WeightSync(
+                learner,
+                control,
+                rollout,
+                launch,
+                control_of=lambda urls: left or pytest.fail(str(urls)),
+                agreement=agreement,
+                lives=lives,
+            )
+        )
         return syncs[-1], control
 
     yield make
@@ -564,8 +575,7 @@ def test_groups_that_could_not_be_made_at_first_are_made_with_the_same_servers(
         raise ControlError("connection refused")
 
     monkeypatch.setattr(weight_sync, "StageSender", refuse_once)
-    monkeypatch.setattr(weight_sync.SGLangControl, "of", lambda *settings: left)
-    sync, _ = make_sync(lives=lambda: {"replica 0": 1}, compares_samples=True)
+    sync, _ = make_sync(lives=lambda: {"replica 0": 1}, compares_samples=True, left=left)
     try:
         assert sync.publish().version == 1 and left.versions() == [1]
     finally:
@@ -578,7 +588,6 @@ def test_a_run_begins_with_the_servers_that_are_left_of_those_that_were_ready(
 ):
     lives = {"replica 0": 1, "replica 1": 1}
     left = FakeControl(folder, 1)
-    monkeypatch.setattr(weight_sync.SGLangControl, "of", lambda *settings: left)
 
     def end(*arguments, **named):
         del lives["replica 1"]
@@ -592,6 +601,7 @@ def test_a_run_begins_with_the_servers_that_are_left_of_those_that_were_ready(
         prepare=lambda replica: setattr(replica, "join", partial(join, replica)),
         lives=lambda: dict(lives),
         weight_transfer="broadcast",
+        left=left,
     )
     if ended == "before the probe":
         monkeypatch.setattr(control, "probe", end)

@@ -89,27 +89,32 @@ class Comparison:
 
 
 def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
-    """Write one page that compares the runs of these folders, finished or not.
+    """Write one page that compares the runs of these folders, finished or not. Of ``runs/*`` it leaves out what is no
+    training run.
 
-    Raises ValueError with every folder that is not of a training run, and if no run has recorded a step.
+    Raises ValueError with every path that is no training run, if one of them does not exist or fewer than two runs are left, and
+    if no run has recorded a step.
     """
-    runs, problems, left_out = list[RecordedRun](), list[str](), list[str]()
+    runs, problems, left_out = list[RecordedRun](), dict[Path, str](), list[str]()
     for folder in run_dirs:
         try:
             run = read_run(folder, None, may_lack_metrics=True)
         except ValueError as error:
-            problems.append(str(error))
+            problems[folder] = str(error)
             continue
         if run.steps:
             runs.append(run)
         else:
             left_out.append(f"left out: {folder} has recorded no step yet")
+    num_runs = len(run_dirs) - len(problems)
+    if problems and (num_runs < 2 or not all(path.exists() for path in problems)):
+        raise ValueError("\n  ".join(problems.values()))
     if problems:
-        raise ValueError("\n  ".join(problems))
-    if not runs:
-        raise ValueError(
-            f"none of the {len(run_dirs)} runs has recorded a step yet; wait, or name other runs"
+        left_out.append(
+            f"left out, since they are no training runs: {', '.join(path.name for path in problems)}"
         )
+    if not runs:
+        raise ValueError(f"none of the {num_runs} runs has recorded a step yet; wait, or name other runs")
     configs = [run.config for run in runs]
     labels = comparison.labels_of([(run.folder.name, run.config) for run in runs])
     recorded = dict(zip(labels, (run.recorded for run in runs), strict=True))

@@ -49,6 +49,15 @@ def test_runs_of_different_lengths_and_one_without_a_step(runs):
     assert again.returncode == 0 and (runs / "deep" / "own.html").is_file()
 
 
+def test_of_everything_in_the_folder_of_runs_the_training_runs_are_compared(runs):
+    (runs / "runs/mlflow.db").touch()
+    done = tandem("compare", *sorted(str(path) for path in (runs / "runs").iterdir()), cwd=runs)
+    assert done.returncode == 0, done.stderr
+    others = "left out, since they are no training runs: mlflow.db, warm"
+    page = (runs / "comparison.html").read_text()
+    assert others in done.stdout and others in page and "2 runs compared" in page
+
+
 def test_settings_are_shown_as_they_are(capsys):
     """A system prompt with ``[/INST]`` is no markup of rich's, and moves no terminal."""
     prompts = ["[INST] Think. [/INST]", "[red]a[/data/x]", "\x1b[2J"]
@@ -67,6 +76,7 @@ def test_settings_are_shown_as_they_are(capsys):
         (["runs/a", "runs/warm"], "is a run of kind sft"),
         (["runs/a", "nowhere"], "nowhere is not a folder"),
         (["runs/a", "runs", "nowhere"], "it has no config.yaml"),
+        (["runs/a", "runs/b", "nowhere"], "nowhere is not a folder"),
         (["runs/new", "runs/new/../new", "runs/warm/../new"], "is the only run"),
         (["runs/a", "runs/b", "--out", "runs/a/metrics.jsonl"], "name a file that ends with .html"),
     ],

@@ -661,9 +661,8 @@ def test_a_report_that_finds_no_space_names_the_file_and_leaves_the_one_before(
     if not has_figures:
         monkeypatch.setattr(page_module, "_draw_all", lambda run: iter(()))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (1000, limits[1])
-    )  # no file may be larger, as if the disk were full
+    # No file may be larger, as if the disk were full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError) as raised:
             write_report(page.parent)
