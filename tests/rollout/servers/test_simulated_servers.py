@@ -1,11 +1,15 @@
 """The benchmark's simulated servers against the real client and control of servers."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
 
 import pytest
 
+from benchmarks import data_plane
 from benchmarks.simulated_servers import (
     Answers,
     SimulatedServer,
@@ -119,3 +123,12 @@ def test_lengths_have_the_mean_that_was_asked_for(mean, longest):
 def test_lengths_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="from 1 to the longest"):
         response_lengths(4, mean=41, longest=40, seed=0)
+
+
+def test_the_benchmark_of_the_whole_path_plays_a_step(tmp_path):
+    """The sample role, its clients and the ranks' share of a step, as the product calls them."""
+    command = [sys.executable, data_plane.__file__, "--quick", "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert result["tokens"] > 0 and result["cpu_s"]
