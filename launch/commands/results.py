@@ -15,6 +15,8 @@ from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
+from parallel.planning.architecture import architecture_of
+from parallel.weights.hf_headers import weight_problems
 from rollout.guarded_process import own_name, remove_abandoned_in
 from rollout.terminal_text import tandem_command
 from trainer.file_system import read_required
@@ -89,6 +91,8 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         if is_final and not finished.is_dir():
             fix = f"leave --adapter out, or move {folder.hf} away to export those of the newest checkpoint"
             raise BadInput(f"RUN: {finished} is missing, so its adapters cannot be copied; {fix}")
+        if is_final and not adapter:
+            _require_whole(finished)
         exported_step = folder.steps_of_model([]) if is_final else _export_checkpoint(folder, step)
         with _one_error_for(out, partial, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +106,17 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         for left in (partial, folder.export, folder.exported_adapter):
             shutil.rmtree(left, ignore_errors=True)
         folder.export_request.unlink(missing_ok=True)
+
+
+def _require_whole(model: Path) -> None:
+    """Refuse a finished model of which files were removed, or are cut off. Their numbers are not read."""
+    try:
+        problems = weight_problems(model, architecture_of(model))
+    except ValueError as error:
+        problems = [str(error)]
+    if problems:
+        first, _, _ = problems[0].partition("; ")  # behind it is what to do with a model from elsewhere
+        raise BadInput(f"RUN: {first}; move {model} away to export the newest checkpoint")
 
 
 @contextlib.contextmanager

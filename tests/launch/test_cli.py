@@ -388,7 +388,11 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(
     results.export(run.path, tmp_path / "out")
     assert f"exported the model of step 2 to {tmp_path / 'out'}\n" in capsys.readouterr().out
     assert (tmp_path / "out" / "weights").read_text() == (run.hf / "weights").read_text() == "of the end"
-    assert [path.name for path in tmp_path.glob(".*")] == []
+    (weights,) = run.hf.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(checks.BadInput, match=rf"RUN: .*{weights.name}.*; move {run.hf} away to export"):
+        results.export(run.path, tmp_path / "damaged")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "damaged"))] == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
