@@ -261,7 +261,7 @@ METRICS = {entry.name: entry for entry in (
     *_evaluation("eval/source/*/", "held-out problems of a source (reward.type=by_field)", "samples of the source"),
     Entry("eval/source/*/pass_at/*", None, "share of problems", "pass@k on the problems of the source, the last star is k"),
     Entry("sync/version", None, "version", "weight version that the step published"),
-    Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
+    Entry("sync/bytes", None, "bytes", "bytes of weights that were sent, counted once for all servers"),
     Entry("sync/servers", None, "servers", "servers that have the step's weights; fewer than rollout.replicas where one has ended"),
     Entry("sync/max_logprob_gap", None, "nats", "greatest log-prob difference of learner and servers on the probe prompt"),
     Entry("time/step", None, "s", "seconds of the step, without its evaluation and the checkpoint after it"),

@@ -3,8 +3,8 @@
 All ranks publish together. Each pipeline stage sends its own weights: its ranks gather one tensor after
 another (over tensor- and expert-parallel ranks). The first rank of the stage, its sender, sends them to the
 servers: by broadcasts in a process group, or from its own memory if all are on one machine. On several nodes that
-both sides share, every node has a sender, from whose memory its own servers copy (``LaunchConfig.copies_by_node``). No weights
-then cross the network but those that the learner gathers.
+both sides share, every node has a sender, from whose memory its own servers copy (``LaunchConfig.copies_by_node``). Only
+what the learner gathers then crosses the network.
 
     rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^

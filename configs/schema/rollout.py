@@ -180,9 +180,9 @@ class RolloutConfig(Schema):
     """How the weights get to the servers. broadcast: by NCCL between GPUs, else by gloo, over any number of
     nodes. NCCL refuses GPUs that learner and servers share; weights then go by gloo through host memory.
     memory: the servers copy them out of the learner's memory, with Tandem's plugin; on one machine, or on each of several
-    nodes that learner and servers share, if ``layout.pp`` is 1 and no server spans two of them. auto: memory
-    on one machine without GPUs, or if learner and servers share its GPUs or nodes, unless the machine forbids a process
-    to read another's memory; else a broadcast."""
+    nodes that learner and servers share, if ``layout.pp`` is 1 and no server spans two of them. auto: memory on
+    one machine without GPUs, on one machine whose GPUs both sides share, and on shared nodes as above; a broadcast elsewhere, and
+    where a machine forbids a process to read another's memory."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 

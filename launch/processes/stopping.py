@@ -181,7 +181,7 @@ class _Request:
         self._is_sent = self._has_told = False
 
     def send(self) -> None:
-        """Write the request, unless it is written. If that fails, say so once; the next call tries again."""
+        """Write the request, unless it is written. A failure is told once, and the next call tries again."""
         if self._is_sent:
             return
         try:
@@ -190,8 +190,8 @@ class _Request:
         except OSError as error:
             if not self._has_told:
                 where = f"the request cannot be written into {self._folder.roles} ({error.strerror})"
-                wait = "the run continues, and the request is written as soon as there is some"
-                print(f"{where}; free space: {wait}", flush=True)
+                wait = "the request is written once there is some, and until then the run continues"
+                print(f"{where}; free space there: {wait}", flush=True)
             self._has_told = True
 
 
