@@ -146,13 +146,13 @@ def scheduler_of(fleet):
     return next(child for child in children if "scheduler" in " ".join(child.cmdline()))
 
 
-async def sample(urls, key, scheduler, prompts, shape, stops) -> tuple[float, float, list[list[Sampled]]]:
+async def sample(urls, key, scheduler, prompts, shape, stops, **more) -> tuple[float, float, list[list[Sampled]]]:
     """(seconds, the scheduler's CPU seconds, each group's samples). Without ``stops`` each sample has the greatest
-    length. Flushing the cache, which collects garbage, is not counted."""
+    length. Flushing the cache, which collects garbage, is not counted. ``more``: sampling parameters."""
     import aiohttp
 
     length = {"max_new_tokens": shape["max_new_tokens"], "stop_token_ids": stops, "ignore_eos": not stops}
-    parameters = [length | {"temperature": 1.0} for _ in range(shape["group_size"])]
+    parameters = [length | {"temperature": 1.0} | more for _ in range(shape["group_size"])]
 
     async def group(session, prompt) -> list[Sampled]:
         ids = [list(prompt)] * len(parameters)

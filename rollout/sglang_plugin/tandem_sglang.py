@@ -7,6 +7,7 @@
 - The learner's weights are received in the parameters, and hashed: ``tandem_weight_receiver.py``.
 - Routed experts are captured on CPU too, and returned in few bytes: ``tandem_routed_experts.py``.
 - Gemma 3's embeddings are multiplied by a rounded number: ``tandem_gemma3.py``.
+- Stop texts are searched for only after tokens that can complete one: ``tandem_stop_texts.py``.
 - Megatron is not imported.
 
 Only on CPU servers:
@@ -46,6 +47,7 @@ LISTENS_WITHIN_S = 30.0
 def register() -> None:
     import tandem_gemma3
     import tandem_routed_experts
+    import tandem_stop_texts
     import tandem_weight_receiver
 
     # If it is installed, SGLang's debug dumper imports it, for 0.4 CPU seconds of every scheduler.
@@ -54,6 +56,7 @@ def register() -> None:
     tandem_weight_receiver.register()
     tandem_routed_experts.register(on_cpu=on_cpu)
     tandem_gemma3.register()
+    tandem_stop_texts.register()
     if on_cpu:
         register_for_cpu()
 

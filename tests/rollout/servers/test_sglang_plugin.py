@@ -38,7 +38,7 @@ def test_servers_do_not_import_megatron():
     code = """
 import sys
 from types import SimpleNamespace
-for name in ("gemma3", "routed_experts", "weight_receiver"):
+for name in ("gemma3", "routed_experts", "stop_texts", "weight_receiver"):
     sys.modules[f"tandem_{name}"] = SimpleNamespace(register=lambda **_: None)
 import tandem_sglang
 tandem_sglang.register()
