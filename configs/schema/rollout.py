@@ -163,8 +163,8 @@ class RolloutConfig(Schema):
     max_server_restarts: NonNegativeInt = 3
     """How often a server that has ended, or hangs, is started again, over all servers of a node and one
     attempt of the run. Meanwhile the run continues with the other servers, or waits if there is none. With a
-    router, or if servers share the learner's devices, no server is started again, and the run ends with
-    it."""
+    router, or if servers share the learner's devices or take several nodes, no server is started again, and the
+    run ends with it."""
     max_sampler_restarts: NonNegativeInt = 3
     """How often the sample role is started again after its process has ended, over one attempt of the run. It
     continues from the learner's position in the data. A role that was never ready is not started again: it

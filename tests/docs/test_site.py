@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from configs.schema import RunConfig, SftConfig
 from tests.docs.pages import DOCS, OUTSIDE, ROOT, prose_files
+from trainer.metric_names import METRICS, find_entry
 
 PACKAGES = ("configs", "numerics", "rollout", "parallel", "tracing", "trainer", "launch")
 
@@ -238,6 +239,28 @@ def test_files_that_the_documents_name_are_there():
         if not (ROOT / path).exists() and not (file.parent / path).exists()
     ]
     assert missing == []
+
+
+NO_FIELD = re.compile(r"rollout\.(server_args\.|environments)|.*\.(py|json|jsonl|yaml)$")
+"""Names with dots that are flags of SGLang, a package or a file."""
+
+
+def test_fields_and_metrics_that_the_documents_name_are_there():
+    """In code type, fields with dots and metrics without a star, on all pages but that of other systems' names."""
+    fields = {path for model in (RunConfig, SftConfig) for path, _ in fields_of(model)}
+    blocks = {path.split(".")[0] for path in fields}
+    groups = {name.split("/")[0] for name in METRICS}
+    missing, found = [], 0
+    for file in (file for file in prose_files() if file.name != "coming_from.md"):
+        for code in re.findall(r"`([^`\n]+)`", file.read_text(encoding="utf-8")):
+            dotted = re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(?!\.?\w)", code)
+            named = [name for name in dotted if name.split(".")[0] in blocks and not NO_FIELD.match(name)]
+            missing += [f"{file.name}: {name}" for name in named if name not in fields]
+            metrics = re.findall(r"(?<![\w./-])([a-z]+(?:/\w+)+)(?![\w*/.])", code)
+            metrics = [name for name in metrics if name.split("/")[0] in groups]
+            missing += [f"{file.name}: {name}" for name in metrics if find_entry(name) is None]
+            found += len(named) + len(metrics)
+    assert found > 200 and missing == []
 
 
 @pytest.mark.parametrize("file", [*OUTSIDE, "CHANGELOG.md", "docs"])
