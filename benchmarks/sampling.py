@@ -146,7 +146,9 @@ def scheduler_of(fleet):
     return next(child for child in children if "scheduler" in " ".join(child.cmdline()))
 
 
-async def sample(urls, key, scheduler, prompts, shape, stops, **more) -> tuple[float, float, list[list[Sampled]]]:
+async def sample(
+    urls, key, scheduler, prompts, shape, stops, **more
+) -> tuple[float, float, list[list[Sampled]]]:
     """(seconds, the scheduler's CPU seconds, each group's samples). Without ``stops`` each sample has the greatest
     length. Flushing the cache, which collects garbage, is not counted. ``more``: sampling parameters."""
     import aiohttp

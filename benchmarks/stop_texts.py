@@ -1,6 +1,8 @@
 """What a stop text (``rollout.stop``) costs a server, with the search after every token and only after tokens that can complete it.
 
-Three servers with Tandem's plugin and the same random model sample the same prompts in turn, with the workloads of ``sampling.py``
+First SGLang's own check of a request after each token, by itself, with up to three stop texts: CPU microseconds a token.
+
+Then three servers with Tandem's plugin and the same random model sample the same prompts in turn, with the workloads of ``sampling.py``
 and every response at its greatest length. The tokenizer is byte-level BPE, trained on Tandem's own files:
 
 - ``none``: no stop text, so the server has no tokenizer;
@@ -23,8 +25,10 @@ from benchmarks.common import announce, line, parser, servers_on_cpu, write  # n
 from benchmarks.sampling import WORKLOADS, prepare_model, sample, scheduler_of  # noqa: E402
 
 STOP = "</answer>"
-VOCABULARY = 8192
+VOCABULARY = 4096
 PROMPT_TOKENS = 20
+TOKENS = 20_000
+TEXTS = (STOP, "</search>", "\nObservation:")
 NONE, EVERY, LAST = "none", "every token", "its last character"
 WITHOUT_IT = """
 import sys, types
@@ -40,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         about = announce(vocabulary=VOCABULARY, rounds=rounds, stop=STOP)
-        result = about | measure(model, Path(folder), rounds)
+        result = about | {"check": measure_check(model, rounds)} | measure(model, Path(folder), rounds)
     report(result)
     write(result, given.json)
 
@@ -64,6 +68,51 @@ def make_model(folder: Path) -> Path:
     config = AutoConfig.from_pretrained(folder, vocab_size=VOCABULARY, eos_token_id=0, pad_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def measure_check(model: Path, rounds: int) -> dict[str, list[float]]:
+    """CPU microseconds a token of ``Req.update_finish_state``, by the number of stop texts and the way of the search."""
+    import time
+
+    from rollout.servers.answers import stop_pattern
+    from rollout.servers.command import PLUGIN, STAND_INS
+
+    sys.path += [str(STAND_INS), str(PLUGIN)]
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    import tandem_stop_texts
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    tokenizer, search = get_tokenizer(str(model)), Req.tail_str
+    token_ids = random.Random(0).choices(range(300, VOCABULARY), k=TOKENS)  # past the single bytes
+    ways = {EVERY: search, LAST: lambda *asked: tandem_stop_texts.tail_to_search(search, *asked)}
+
+    def one(texts: tuple[str, ...]) -> float:
+        sampling = SamplingParams(
+            max_new_tokens=TOKENS + 1, stop_regex=[stop_pattern(text) for text in texts] or None
+        )
+        sampling.normalize(tokenizer)
+        request = Req("", "", [1], sampling, vocab_size=VOCABULARY, eos_token_ids={0})
+        request.tokenizer = tokenizer
+        began = time.process_time()
+        for token_id in token_ids:
+            request.output_ids.append(token_id)
+            request.update_finish_state()
+            request.finished_reason = None
+        return (time.process_time() - began) / TOKENS * 1e6
+
+    cases = [(f"{len(texts)} texts, {way}", texts, way) for texts in ((), (STOP,), TEXTS) for way in ways]
+    used: dict[str, list[float]] = {name: [] for name, _, _ in cases}
+    for round_number in range(rounds + 1):  # the first fills the cache of tokens
+        for name, texts, way in cases[:: 1 if round_number % 2 else -1]:
+            Req.tail_str = ways[way]
+            if round_number:
+                used[name].append(one(texts))
+            else:
+                one(texts)
+    Req.tail_str = search
+    return used
 
 
 def measure(model: Path, folder: Path, rounds: int) -> dict:
@@ -111,6 +160,10 @@ def measure_workload(workload: str, fleets: dict, keys: dict, rounds: int) -> di
 
 
 def report(result: dict) -> None:
+    for name, used in result["check"].items():
+        print(
+            f"check, {name:28s} median {statistics.median(used):.1f} µs a token   min {min(used):.1f}   max {max(used):.1f}"
+        )
     for workload, shape in WORKLOADS.items():
         found = result[workload]
         print(f"{workload}: {shape}")
