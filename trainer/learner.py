@@ -156,6 +156,7 @@ class Learner:
             microbatch_multiple=config.layout.microbatch_multiple,
             needs_siblings=config.advantage.type in WITHIN_GROUPS,
             credits_turns=config.credits_turns,
+            part_weights=config.compared_parts,
             shares_prompts=self._shares_prompts,
             parts_no_signal=config.packs_no_signal_apart,
             masks_truncated=config.learner.truncated_responses == "mask",

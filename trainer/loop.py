@@ -106,6 +106,7 @@ def train(run: Run) -> None:
                 config.advantage,
                 episode_ids_S=batch.episode_ids_S,
                 turn_rewards=batch.turn_rewards,
+                reward_parts=batch.reward_parts,
                 penalty_T=penalty_T,
                 total=learner.total,
             )

@@ -158,6 +158,7 @@ OTHER_FIELDS = _by_name({
     "`advantage.lam`, beside `advantage.type=gae`": "lambd algorithm.lam gae_lambda",
     "`advantage.gamma`, beside `advantage.type`, gae or reinforce_pp": "algorithm.gamma algo.advantage.gamma discount",
     "`advantage.type`; only gae has a critic": "critic.enable",
+    "`advantage.type`; normalize_then_sum is gdpo, sum_then_normalize grpo": "multi_objective_aggregation",
     "`advantage.type`": "adv_estimator advantage_estimator advantage.estimator",
     "`advantage.type` and `objective.type`": "algorithm",
     "`objective.type`": "loss_mode policy_loss_type use_cispo",

@@ -81,6 +81,10 @@ ALGORITHMS: Mapping[str, str] = {
     "reinforceplusplusbaseline": (
         "REINFORCE++ with a baseline is `advantage: {type: reinforce_pp_baseline}` with `objective: {type: clipped}`"
     ),
+    "gdpo": (
+        "GDPO is `advantage: {type: gdpo}` with `objective: {type: clipped}` and the parts that it compares, such as "
+        "`reward: {type: weighted, parts: {form: {type: function, function: my_reward:form, weight: 0.5}}}`"
+    ),
     "opo": "OPO is `advantage: {type: opo}`, with `objective: {type: clipped}` or `type: policy_gradient`",
     **{
         name: f"{name.upper()} is `objective: {{type: {name}}}`, with `advantage: {{type: grpo}}`"

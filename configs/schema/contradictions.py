@@ -98,6 +98,21 @@ _OF_OTHER_ANSWERS = {"countdown": ("gsm8k", "math_verify"), "gsm8k": ("countdown
 """Rewards that cannot read a task's answers, by the task."""
 
 
+def _of_gdpo(config: "RunConfig") -> Iterator[Contradiction]:
+    if config.reward_type.type != "weighted" or getattr(config.environment, "reward", None) == "agent":
+        yield Contradiction(
+            ("advantage.type", "reward"),
+            "advantage.type=gdpo normalises each part of a reward, and this run's reward has no parts with weights",
+            "use reward={type: weighted, parts: {...}}, or advantage.type=grpo",
+        )
+    if config.kl.in_reward:
+        yield Contradiction(
+            ("advantage.type", "kl.place"),
+            "advantage.type=gdpo normalises the parts of the reward, and kl.place=reward would subtract a KL that is none of them",
+            "use kl.place=loss, or advantage.type=grpo",
+        )
+
+
 def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
     if config.credits_turns and isinstance(config.environment, SingleTurn):
         yield Contradiction(
@@ -127,6 +142,8 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "reward has no effect: with environment.reward=agent the agent prints the reward of its episode",
             "remove `reward`, or set environment.reward=run",
         )
+    if config.advantage.type == "gdpo":
+        yield from _of_gdpo(config)
     parts = list(rewards_in(config.reward_type))
     readers = [(f"{one.field}.type", "code") for one in parts if isinstance(one.reward, CodeReward)][:1]
     if isinstance(config.reward, RewardByField):

@@ -127,6 +127,15 @@ class GrpoAdvantage(CreditedAdvantage):
     """Divide by the standard deviation of the group; false is Dr. GRPO's choice."""
 
 
+class GdpoAdvantage(Schema):
+    """Each part of a weighted reward less its group's mean and divided by the group's standard deviation. Their sum, each
+    times its part's weight, gets mean 0 and deviation 1 over the samples of the step (arXiv 2601.05242). ``grpo``
+    divides the sum alone, so that two responses with the same sum by different parts have the same advantage. Dynamic
+    sampling still compares sums."""
+
+    type: Literal["gdpo"]
+
+
 class RlooAdvantage(Schema):
     """Reward minus the mean of the other siblings."""
 
@@ -175,6 +184,7 @@ class FunctionAdvantage(OwnFunction):
 
 AdvantageConfig = Annotated[
     GrpoAdvantage
+    | GdpoAdvantage
     | RlooAdvantage
     | OpoAdvantage
     | ReinforcePlusPlusAdvantage
@@ -304,7 +314,9 @@ class EntropyConfig(Schema):
 
 
 PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
-WITHIN_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp_baseline")
+WITHIN_GROUPS = ("grpo", "gdpo", "rloo", "opo", "reinforce_pp_baseline")
 """Advantages that compare a response with its siblings."""
+WHITENED_WITHIN_GROUPS = ("gdpo", "reinforce_pp_baseline")
+"""Those of them that are shifted and scaled over the step, which moves the advantages of equal rewards from zero."""
 MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
 """Objectives whose papers average over the tokens of a sequence, then over sequences."""

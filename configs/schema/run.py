@@ -19,6 +19,7 @@ from configs.schema.learner import CheckpointConfig, LearnerConfig, OptimizerCon
 from configs.schema.model import ModelConfig
 from configs.schema.objective import (
     MEAN_OF_SEQUENCES,
+    WHITENED_WITHIN_GROUPS,
     WITHIN_GROUPS,
     AdvantageConfig,
     AggregationConfig,
@@ -172,9 +173,16 @@ class RunConfig(Schema):
         """Whether groups whose samples all have the same reward, and masked samples, get their own micro-batches,
         since these are skipped. Not with whitening, which moves their advantages from zero, nor with KL in the reward or
         rewards of turns, by which their samples differ."""
-        is_whitened = self.advantage.type == "reinforce_pp_baseline"
+        is_whitened = self.advantage.type in WHITENED_WITHIN_GROUPS
         has_zeros = self.advantage.type in WITHIN_GROUPS and not is_whitened and not self.credits_turns
         return self.skips_zero_gradients and has_zeros and not self.kl.in_reward
+
+    @property
+    def compared_parts(self) -> dict[str, float] | None:
+        """The parts of the reward that siblings are compared by, each by itself, and their weights. None: by the sum."""
+        if self.advantage.type != "gdpo" or self.reward_type.type != "weighted":
+            return None
+        return {name: part.weight for name, part in self.reward_type.parts.items()}
 
     @property
     def compares_samples(self) -> bool:

@@ -1031,6 +1031,14 @@ TABLE = {
         field="advantage.credit, kl.place", value="turn", error="compares the rewards of turns",
         fix="use kl.place=loss, or advantage.type=reinforce_pp or gae",
     ),
+    "parts of a reward that has none": Broken(
+        options="advantage.type=gdpo", field="advantage.type, reward", value="gdpo", error="this run's reward has no parts with weights",
+        fix="use reward={type: weighted, parts: {...}}, or advantage.type=grpo",
+    ),
+    "parts of a reward less a KL": Broken(
+        options="advantage.type=gdpo reward={type: weighted, parts: {right: {type: countdown}}} kl={coefficient: 0.1, place: reward}",
+        field="advantage.type, kl.place", value="gdpo", error="would subtract a KL that is none of them", fix="use kl.place=loss",
+    ),
     "arguments of a template that Tandem sets": Broken(
         options="model.chat_template_kwargs={tools: [], tokenize: false}", field="model.chat_template_kwargs", value="tools",
         error="has tokenize, tools, which Tandem sets itself", fix="leave it out",

@@ -469,7 +469,7 @@ BAD_VALUES = [
         "advantage.type",
         "trpo",
         "unknown variant",
-        "variants: grpo, rloo, opo, reinforce_pp, reinforce_pp_b",
+        "variants: grpo, gdpo, rloo, opo, reinforce_pp, rei",
     ),
     (
         "record_batches=sometimes",

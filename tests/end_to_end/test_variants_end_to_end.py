@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ from configs.schema import RunConfig
 from configs.schema.correction import ImportanceWeight
 from parallel.packing import PackedBatch
 from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import load_tokenizer
+from tests.reference import advantages as slow
 from tests.support import pretend_gpu
 from tests.support.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step, variant_config
 from tests.support.whole_runs import ROOT, assert_nothing_left, finish, processes_of
@@ -45,8 +48,13 @@ from trainer.tracking.mlflow_thread import mlflow_name, store_file
 DEADLINE_S = 900
 pytestmark = pytest.mark.engines
 
-DIGITS = "def score(prompt, response, reference):\n    return float(sum(map(str.isdigit, response)) >= 5)\n"
+DIGITS = """
+def score(prompt, response, reference):
+    digits = sum(map(str.isdigit, response))
+    return float(digits >= 5), {"digits": digits, "plus": response.count("+")}
+"""
 """A reward that about half of a random model's responses earn."""
+GDPO = "parts of the reward, gdpo"
 NOTHING_KEPT = [name for name in VARIANTS if name.startswith("nothing kept")]
 SOME_REJECTED = [name for name in VARIANTS if name.startswith("some rejected")]
 RECORDED = [name for name in VARIANTS if variant_config(name, Path("model")).learner.minibatches == 1]
@@ -488,6 +496,27 @@ def test_loss_and_gradient_are_those_of_the_recorded_batch(finished, name):
     gradient = of_hugging_face(finished.model, temperature=config.rollout.temperature)
     found = replay(finished.recorded(row["step"]), config, name, config.correction, gradient)
     assert found.gradient_norm == pytest.approx(row["optim/grad_norm"], rel=1e-4)
+
+
+def test_gdpo_compares_each_part_of_the_reward_by_itself(finished):
+    """By plain loops over the sampled texts."""
+    weights, tokenizer = finished.config(GDPO).compared_parts, load_tokenizer(finished.folder / "model")
+    own = {}
+    exec(DIGITS, own)
+    for row in finished.steps(GDPO):
+        recorded = finished.recorded(row["step"])
+        batch = recorded.packed
+        of_sequences = [slice(start, end) for start, end in pairwise(batch.cu_seqlens.tolist())]
+        texts = [tokenizer.decode(batch.targets_T[s][batch.response_mask_T[s]]) for s in of_sequences]
+        parts = [own["score"]("", text, "")[1] for text in texts]
+        groups = recorded.group_ids_S.tolist()
+        of_parts = {name: slow.grpo([float(p[name]) for p in parts], groups, True) for name in weights}
+        sums = [sum(w * of_parts[name][i] for name, w in weights.items()) for i in range(len(texts))]
+        for s, total in zip(of_sequences, sums, strict=True):
+            expected = (total - statistics.fmean(sums)) / math.sqrt(statistics.variance(sums) + 1e-8)
+            found_N = batch.advantages_T[s][batch.response_mask_T[s]]
+            torch.testing.assert_close(found_N, torch.full_like(found_N, expected), rtol=1e-5, atol=1e-6)
+        assert statistics.stdev(sums) > 0.1, "parts that do not differ would show nothing"
 
 
 @pytest.mark.parametrize(

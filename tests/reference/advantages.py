@@ -16,6 +16,7 @@ class Sample:
     score: float
     mask: list[bool]
     penalties: list[float]
+    parts: list[float]
     values: list[float]
 
 
@@ -25,6 +26,21 @@ def grpo(rewards: list[float], groups: list[int], normalize_by_std: bool) -> lis
         return centred / (statistics.stdev(members) + 1e-6) if normalize_by_std else centred
 
     return _by_group(rewards, groups, one)
+
+
+WEIGHTS = [0.5, 2.0]
+"""Of the parts of a sample's reward."""
+
+
+def gdpo(samples: list[Sample], groups: list[int]) -> list[float]:
+    of_parts = [grpo([s.parts[k] for s in samples], groups, True) for k in range(len(WEIGHTS))]
+    sums = [
+        math.fsum(w * a for w, a in zip(WEIGHTS, row, strict=True)) for row in zip(*of_parts, strict=True)
+    ]
+    counted = [x for x, sample in zip(sums, samples, strict=True) if _valid(sample)]
+    mean = statistics.fmean(counted) if counted else 0.0
+    variance = statistics.variance(counted) if len(counted) > 1 else 0.0
+    return [(x - mean) / math.sqrt(variance + 1e-8) for x in sums]
 
 
 def rloo(rewards: list[float], groups: list[int]) -> list[float]:
@@ -104,6 +120,8 @@ def advantages(samples: list[Sample], config: AdvantageConfig) -> list[list[floa
 
     if config.type == "grpo":
         return to_tokens(grpo(shaped, groups, config.normalize_by_std))
+    if config.type == "gdpo":
+        return to_tokens(gdpo(samples, groups))
     if config.type == "rloo":
         return to_tokens(rloo(shaped, groups))
     if config.type == "opo":

@@ -23,7 +23,8 @@ from configs.schema import RunConfig
 from tests.support import pretend_gpu
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/debug/variants.yaml"
-REWARD = ("reward.type=function", "reward.function=my_reward:score")
+SCORE = "type: function, function: 'my_reward:score'"
+REWARD = (f"reward={{{SCORE}}}",)
 STEPS = 2
 """Of each variant: from its starting weights, and from weights that it has moved."""
 ADAPTIVE = {"target": 0.1, "horizon": 200}
@@ -54,6 +55,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     **{f"{name}, two minibatches": (f"correction={name}", TWO) for name in ("decoupled_token_is", "ppo_is_bypass", "pg_rs", "pg_is")},
     # The other presets, each with a choice of another part of the loss, on which a correction does not depend.
     "advantage rloo, tis": ("advantage.type=rloo", "correction=tis"),
+    "parts of the reward, gdpo": (
+        "advantage={type: gdpo}", f"reward={{type: weighted, parts: {{digits: {{{SCORE}, weight: 0.5}}, plus: {{{SCORE}, weight: 2}}}}}}",
+    ),
     "advantage opo, vanilla_is": ("advantage.type=opo", "correction=vanilla_is"),
     "advantage reinforce_pp_baseline, decoupled_geo_rs_token_is": (
         "advantage.type=reinforce_pp_baseline", "correction=decoupled_geo_rs_token_is"
@@ -138,7 +142,8 @@ def parsed_config() -> ParsedConfig:
 
 @cache
 def variant_config(name: str, model: Path) -> RunConfig:
-    overrides = [f"model.path={model}", *REWARD, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]]
+    reward = () if any(setting.startswith("reward=") for setting in VARIANTS[name]) else REWARD
+    overrides = [f"model.path={model}", *reward, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]]
     return parsed_config().with_overrides(overrides).validated()
 
 

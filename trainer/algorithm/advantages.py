@@ -4,7 +4,8 @@
 over the step's episodes; an episode that does not fork is one sequence. ``_T`` and ``_N`` are of one rank.
 Rewards, values, returns and advantages have the same unit.
 
-    by sequence (S)    grpo, rloo, opo, own function  every response token gets its sequence's advantage
+    by sequence (S)    grpo, gdpo, rloo, opo,         every response token gets its sequence's advantage
+                       own function
     by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
     whiten             over the tokens of all ranks
 
@@ -22,6 +23,7 @@ from configs.schema.objective import (
     AdvantageConfig,
     FunctionAdvantage,
     GaeAdvantage,
+    GdpoAdvantage,
     GrpoAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
@@ -50,6 +52,15 @@ class Advantages:
     metrics: dict[str, Metric]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """The parts of a weighted reward, of the whole step and the same on every rank."""
+
+    values_SR: Tensor
+    """Unweighted; the sequences of a forked episode have the same."""
+    weights_R: Tensor
+
+
 def compute_advantages(
     batch: PackedBatch,
     rewards_S: Tensor,
@@ -58,6 +69,7 @@ def compute_advantages(
     *,
     episode_ids_S: Tensor | None = None,
     turn_rewards: TurnRewards | None = None,
+    reward_parts: RewardParts | None = None,
     penalty_T: Tensor | None = None,
     total: Total = alone,
 ) -> Advantages:
@@ -73,15 +85,15 @@ def compute_advantages(
     own.
 
     ``turn_rewards`` are those of the whole step, for ``credit: turn``. With ``credit: episode``, or if it is
-    None, only ``rewards_S`` count.
+    None, only ``rewards_S`` count. ``reward_parts`` are for gdpo, which reads them instead of ``rewards_S``.
 
     The arithmetic is float64, so that the float32 results do not depend on the split over ranks.
 
     Every rank of ``total`` must call. Raises ValueError if shapes do not match, if a reward, value or penalty
-    is not finite (naming the sequence), and for gae without values.
+    is not finite (naming the sequence), for gae without values, and for gdpo without parts.
     """
     _require_rewards(rewards_S, group_ids_S, batch.sequence_ids_S)
-    step = _Step(batch, rewards_S, group_ids_S, episode_ids_S, turn_rewards, penalty_T, total)
+    step = _Step(batch, rewards_S, group_ids_S, episode_ids_S, turn_rewards, reward_parts, penalty_T, total)
     mask_T = batch.response_mask_T
     advantages_T, own_metrics = _estimate(config, step)
     returns_T = None
@@ -104,10 +116,12 @@ class _Step:
         group_ids_S: Tensor,
         episode_ids_S: Tensor | None,
         turn_rewards: TurnRewards | None,
+        reward_parts: RewardParts | None,
         penalty_T: Tensor | None,
         total: Total,
     ):
         self._batch, self._group_ids_S, self._total = batch, group_ids_S, total
+        self._reward_parts = reward_parts
         self.mask_T, self.cu_seqlens = batch.response_mask_T, batch.cu_seqlens
         self._rewards_S = rewards_S.to(torch.float64)
         self._episode_of_S = torch.arange(len(rewards_S)) if episode_ids_S is None else episode_ids_S
@@ -141,6 +155,14 @@ class _Step:
         credits_V = grpo(turns.rewards_V.to(torch.float64), groups_V, normalize_by_std=normalize_by_std)
         return discounted_returns(self._at_turns(turns, credits_V), self.mask_T, self.cu_seqlens, gamma=1.0)
 
+    def gdpo_of_parts(self) -> Tensor:
+        """GDPO's advantages of episodes."""
+        if self._reward_parts is None:
+            raise ValueError("`advantage: gdpo` needs the parts of a reward of type weighted")
+        values_SR = self._reward_parts.values_SR.to(torch.float64)
+        values_ER = torch.stack([_one_per_episode(v_S, self._episode_of_S) for v_S in values_SR.T], dim=1)
+        return gdpo(values_ER, self._reward_parts.weights_R, self.groups_E, counts_S=self.lengths_E() > 0)
+
     def values_T(self) -> Tensor:
         """The critic's, 0 off the response mask."""
         if self._batch.values_T is None:
@@ -166,6 +188,8 @@ def _estimate(config: AdvantageConfig, step: _Step) -> tuple[Tensor, dict[str, M
             return step.grpo_of_turns(step.turn_rewards, normalize_by_std=by_std), {}
         case GrpoAdvantage(normalize_by_std=by_std):
             return step.to_tokens(grpo(step.rewards_E, step.groups_E, normalize_by_std=by_std)), {}
+        case GdpoAdvantage():
+            return step.to_tokens(step.gdpo_of_parts()), {}
         case ReinforcePlusPlusBaselineAdvantage():
             return step.to_tokens(grpo(step.rewards_E, step.groups_E, normalize_by_std=False)), {}
         case RlooAdvantage():
@@ -214,6 +238,19 @@ def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> T
         variance_S = _group_sum(advantages_S.square(), group_of_S) / (sizes_S - 1).clamp(min=1)
         advantages_S = advantages_S / (variance_S.sqrt() + STD_EPSILON)
     return torch.where(sizes_S == 1, rewards_S, advantages_S)
+
+
+def gdpo(parts_SR: Tensor, weights_R: Tensor, group_ids_S: Tensor, *, counts_S: Tensor) -> Tensor:
+    """A_s = (x_s - mean x) / sqrt(variance of x + 1e-8) with x_s = sum_k w_k grpo(r_k)_s, r_k the k-th part of the reward.
+    [S, R], [R], [S], bool [S] -> [S]
+
+    ``grpo`` is the one above, divided by the standard deviation. Mean and unbiased variance are over the sequences that
+    count, those with tokens in the loss; the others get 0.
+
+    Source: Liu et al. 2026 (GDPO, arXiv 2601.05242). Differs from the paper: the epsilons.
+    """
+    of_parts = [grpo(part_S, group_ids_S, normalize_by_std=True) for part_S in parts_SR.T]
+    return whiten(torch.stack(of_parts, dim=1) @ weights_R.to(parts_SR.dtype), counts_S, alone)
 
 
 def rloo(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:

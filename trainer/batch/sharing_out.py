@@ -1,7 +1,7 @@
 """Divides the samples of a step over data-parallel ranks. Pure; the ranks pack their shares themselves
 (``step_batch.py``)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -20,6 +20,7 @@ from rollout.records import (
     Trajectory,
     different_rewards,
 )
+from trainer.algorithm.advantages import RewardParts
 from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.plan import Prompts, packed_length, plan_batches
 
@@ -43,6 +44,7 @@ class Share:
     """Sequences of each group, without those that fill up a minibatch."""
     turn_rewards: TurnRewards | None = None
     """Of the whole step."""
+    reward_parts: RewardParts | None = None
     masked: frozenset[int] = frozenset()
     """Of the whole step: numbers of the sequences whose tokens do not enter the loss, though their rewards count."""
 
@@ -56,6 +58,7 @@ def share_out(
     microbatch_multiple: int = 1,
     needs_siblings: bool = False,
     credits_turns: bool = False,
+    part_weights: Mapping[str, float] | None = None,
     shares_prompts: bool = False,
     parts_no_signal: bool = False,
     masks_truncated: bool = False,
@@ -73,6 +76,7 @@ def share_out(
         needs_siblings: whether advantages compare siblings. A sample whose siblings are all without a score is then left
             out too.
         credits_turns: whether advantages are of turns, so that ``turn_rewards`` are needed.
+        part_weights: of the parts of the reward, if advantages need these parts.
         shares_prompts: whether the model computes a prompt once for the sequences of a micro-batch that begin with it.
         parts_no_signal: whether groups of which all rewards are equal, and masked sequences, are packed apart.
         masks_truncated: whether truncated samples are masked.
@@ -113,6 +117,7 @@ def share_out(
         episode_ids=episodes,
         group_sizes=[len(group) for group in by_group],
         turn_rewards=turn_rewards(trajectories, episodes) if credits_turns else None,
+        reward_parts=None if part_weights is None else reward_parts(trajectories, part_weights),
         masked=masked,
     )
     sequence_ids = [plan.sequence_ids(rank) for rank in range(dp_size)]
@@ -201,6 +206,15 @@ def turn_rewards(trajectories: Sequence[Trajectory], episode_ids: Sequence[int])
         rewards_V=torch.tensor(rewards, dtype=torch.float32),
         sequence_ids_V=torch.tensor(sequences, dtype=torch.int64),
         places_V=torch.tensor(places, dtype=torch.int64),
+    )
+
+
+def reward_parts(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> RewardParts:
+    """The parts of each sequence's reward; 0 for samples without a score."""
+    rows = [[t.reward_parts[name] if t.reward is not None else 0.0 for name in weights] for t in trajectories]
+    return RewardParts(
+        values_SR=torch.tensor(rows, dtype=torch.float32),
+        weights_R=torch.tensor(list(weights.values()), dtype=torch.float64),
     )
 
 

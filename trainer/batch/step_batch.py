@@ -15,7 +15,7 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
-from trainer.algorithm.advantages import Advantages
+from trainer.algorithm.advantages import Advantages, RewardParts
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights, units
 from trainer.algorithm.correction import Correction
 from trainer.algorithm.segments import count_per_sequence, spread
@@ -38,6 +38,8 @@ class StepBatch:
     """int64, from 0. None: each sequence is a separate episode, since nothing forked."""
     turn_rewards: TurnRewards | None = None
     """Of the whole step. None: ``credit: episode``."""
+    reward_parts: RewardParts | None = None
+    """None: the advantages do not need them."""
     lengths_S: Tensor | None = None
     """int64, places in a packed batch. None if this rank has the whole step."""
     group_sizes: tuple[int, ...] = ()
@@ -175,5 +177,6 @@ def step_batch(
         lengths_S=torch.tensor(share.lengths, dtype=torch.int64),
         group_sizes=tuple(share.group_sizes),
         turn_rewards=share.turn_rewards,
+        reward_parts=share.reward_parts,
         masked=share.masked,
     )

@@ -15,6 +15,7 @@ from configs.schema.objective import (
     AdvantageConfig,
     FunctionAdvantage,
     GaeAdvantage,
+    GdpoAdvantage,
     GrpoAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
@@ -29,9 +30,11 @@ from tests.support.golden_cases import load
 from tests.support.packed_batches import random_batch
 from trainer.algorithm.advantages import (
     Advantages,
+    RewardParts,
     compute_advantages,
     discounted_returns,
     gae,
+    gdpo,
     grpo,
     opo,
     rloo,
@@ -54,6 +57,7 @@ BY_TOKEN = [
     GaeAdvantage(type="gae", gamma=1.0, lam=0.5, whiten=False),
 ]
 ESTIMATORS = BY_SEQUENCE + BY_TOKEN
+GDPO = GdpoAdvantage(type="gdpo")
 
 
 def own(name: str, **chosen) -> FunctionAdvantage:
@@ -118,6 +122,7 @@ def samples(draw) -> list[Sample]:
                 mask=mask,
                 penalties=draw(row),
                 values=draw(row),
+                parts=[draw(st.sampled_from([0.0, 1.0, 0.3])), draw(numbers)],
             )
         )
     return found
@@ -132,10 +137,13 @@ def compute(
     mask_T = torch.tensor([m for s in mine for m in s.mask], dtype=torch.bool)
     values_T = torch.tensor([v for s in mine for v in s.values], dtype=dtype)
     penalty_T = torch.tensor([p for s in mine for p in s.penalties], dtype=dtype)
+    parts = RewardParts(
+        values_SR=torch.tensor([s.parts for s in step], dtype=dtype), weights_R=torch.tensor(slow.WEIGHTS)
+    )
     return compute_advantages(
         batch_of([s.mask for s in mine], ids, torch.where(mask_T, values_T, torch.nan)),
         torch.tensor([s.score for s in step], dtype=dtype), torch.tensor([s.group for s in step]), config,
-        penalty_T=torch.where(mask_T, penalty_T, torch.nan), total=total,
+        reward_parts=parts, penalty_T=torch.where(mask_T, penalty_T, torch.nan), total=total,
     )  # fmt: skip
 
 
@@ -166,7 +174,7 @@ def on_ranks(step: list[Sample], config, shares: list[list[int]]) -> list[Advant
         return list(pool.map(on_rank, range(len(shares))))
 
 
-@pytest.mark.parametrize("config", ESTIMATORS, ids=lambda c: str(c))
+@pytest.mark.parametrize("config", [*ESTIMATORS, GDPO], ids=lambda c: str(c))
 @settings(max_examples=40, deadline=None)
 @given(step=samples(), seed=st.randoms(use_true_random=False))
 def test_slow_loops_in_any_order_on_any_split(config, step, seed):
@@ -251,6 +259,31 @@ def test_by_hand():
     assert opo(torch.tensor([1.0, 0.5]), torch.zeros(2), torch.tensor([1, 0])).tolist() == [0.0, -0.5]
 
 
+def test_gdpo_by_hand():
+    """Right and in form 2, right 1 + 1/2, in form 1/2, neither 0. Two groups with the same sums by GRPO, and not by GDPO."""
+    parts_SR = torch.tensor(
+        [[1, 1], [1, 0], [0, 1], [0, 0], [1, 1], [0, 0], [0, 0], [0, 0]], dtype=torch.float64
+    )
+    weights_R, groups_S = torch.tensor([1.5, 0.5]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    everyone_S = torch.ones(8, dtype=torch.bool)
+    # Of two in four the deviation is 3 ** -0.5, so a part gives +-0.75 ** 0.5; of one in four it is 0.5: 1.5 and -0.5.
+    sums = [2 * 0.75**0.5, 0.75**0.5, -(0.75**0.5), -2 * 0.75**0.5, 3.0, -1.0, -1.0, -1.0]
+    deviation = (sum(x * x for x in sums) / 7) ** 0.5
+    found_S = gdpo(parts_SR, weights_R, groups_S, counts_S=everyone_S)
+    assert found_S.tolist() == pytest.approx([x / deviation for x in sums], rel=1e-5)
+    left_out_S = gdpo(parts_SR, weights_R, groups_S, counts_S=torch.tensor([True] * 4 + [False] * 4))
+    deviation = (sum(x * x for x in sums[:4]) / 3) ** 0.5
+    assert left_out_S.tolist() == pytest.approx([*(x / deviation for x in sums[:4]), 0, 0, 0, 0], rel=1e-5)
+
+
+def test_gdpo_of_one_part_is_grpo_that_was_whitened_over_the_samples():
+    rewards_S, groups_S = torch.randn(12, dtype=torch.float64), torch.arange(12) % 3
+    everyone_S = torch.ones(12, dtype=torch.bool)
+    found_S = gdpo(rewards_S[:, None], torch.tensor([7.0]), groups_S, counts_S=everyone_S)
+    expected_S = whiten(grpo(rewards_S, groups_S, normalize_by_std=True), everyone_S, alone)
+    torch.testing.assert_close(found_S, expected_S)
+
+
 def test_recurrences_by_hand():
     """A prompt token, two response tokens, a tool token, a response token; then a sequence of one response
     token."""
@@ -302,7 +335,7 @@ def test_whitened_tokens_have_mean_zero_and_variance_one(offset):
 
 
 def test_metrics_are_of_valid_tokens():
-    step = [Sample(group=0, score=score, mask=mask, penalties=[0.0] * 3, values=[0.0] * 3)
+    step = [Sample(group=0, score=score, mask=mask, penalties=[0.0] * 3, values=[0.0] * 3, parts=[0.0] * 2)
             for score, mask in ((3.0, [False, True, True]), (1.0, [True, False, False]))]  # fmt: skip
     found = values(compute(step, GrpoAdvantage(normalize_by_std=False)).metrics)
     names = {

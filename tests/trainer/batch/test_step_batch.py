@@ -35,6 +35,7 @@ from configs.schema.objective import (
     EntropyConfig,
     FunctionAdvantage,
     FunctionObjective,
+    GdpoAdvantage,
     GmpoObjective,
     GrpoAdvantage,
     GspoObjective,
@@ -52,6 +53,8 @@ from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Status, Trajectory
 from rollout.sampling.messages import BeforeSelection
 from rollout.sampling.sampler import _has_signal
+from tests.reference import advantages as slow
+from tests.reference.advantages import Sample
 from tests.support.megatron_workers import forked_context
 from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
@@ -59,6 +62,7 @@ from trainer.algorithm.advantages import Advantages, compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
+from trainer.algorithm.segments import spread
 from trainer.batch.farthest_token import Measure, _farthest_here, farthest_token
 from trainer.batch.plan import Routing
 from trainer.batch.sharing_out import Share, share_out
@@ -930,6 +934,44 @@ def test_rewards_of_turns_are_there_where_they_are_credited():
             groups, num_minibatches=1, dp_size=1, token_budget=20, credits_turns=credits_turns
         )
         assert (step_batch(share).turn_rewards is not None) == credits_turns
+
+
+def test_parts_of_rewards_are_there_where_siblings_are_compared_by_them():
+    """Of a forked episode once, of what fills up a minibatch as of its sample, and none of a sample without a score."""
+    groups = make_groups([[5, 4, 6], [3, 7, 4]], [[1.0, 1.0, 0.0], [0.0, None, 1.0]], seed=1)
+    groups[0] = forked(groups[0], [False, True, False])
+    parts = iter([[1.0, 0.3], [1.0, 0.3], [0.0, 0.7], [1.0, 0.0], [0.0, 0.5], [0.0, 0.5]])
+    groups = [
+        replace(group, trajectories=[
+            replace(t, reward_parts={} if t.reward is None else dict(zip("abc", [*next(parts), 9.0], strict=True)))
+            for t in group.trajectories
+        ])
+        for group in groups
+    ]  # fmt: skip
+    weights = {"b": slow.WEIGHTS[0], "a": slow.WEIGHTS[1]}
+    shares = share_out(groups, num_minibatches=1, dp_size=4, token_budget=20, part_weights=weights)
+    rows = [[0.3, 1.0], [0.3, 1.0], [0.7, 0.0], [0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [0.3, 1.0], [0.3, 1.0]]
+    for batch in map(step_batch, shares):
+        torch.testing.assert_close(batch.reward_parts.values_SR, torch.tensor(rows))
+        assert batch.reward_parts.weights_R.tolist() == slow.WEIGHTS
+
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=100, part_weights=weights)
+    batch = step_batch(share)
+    episodes = [
+        Sample(group=group, score=0.0, mask=[True], penalties=[], values=[], parts=row)
+        for group, row in ((0, rows[0]), (0, rows[2]), (1, rows[3]), (1, rows[5]))
+    ]
+    of_samples = slow.gdpo(episodes, [s.group for s in episodes])
+    found_T = compute_advantages(
+        batch.packed, batch.rewards_S, batch.group_ids_S, GdpoAdvantage(type="gdpo"), episode_ids_S=batch.episode_ids_S,
+        reward_parts=batch.reward_parts,
+    ).advantages_T  # fmt: skip
+    first, second, third, fourth = of_samples
+    of_sequences_S = torch.tensor([first, first, second, third, 0.0, fourth])[batch.packed.sequence_ids_S]
+    expected_T = spread(of_sequences_S, batch.packed.cu_seqlens) * batch.packed.response_mask_T
+    torch.testing.assert_close(found_T, expected_T, rtol=1e-5, atol=1e-6)
+    (share,) = share_out(groups, num_minibatches=1, dp_size=1, token_budget=100)
+    assert step_batch(share).reward_parts is None
 
 
 def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
