@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -278,6 +278,7 @@ def test_no_microbatch_is_empty_even_where_each_sequence_fills_one(dp_size):
     slack=st.integers(0, 40),
     apart=st.sets(st.integers(0, 20)),
 )
+@example(lengths=[8, 10, 6, 12, 9, 4, 7, 5], dp_size=1, multiple=1, slack=9, apart={0, 5, 6})
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch_is_empty(
     lengths, dp_size, multiple, slack, apart
 ):
@@ -291,7 +292,12 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch
         microbatch and sum(lengths[s] for s in microbatch) <= budget for rank in ranks for microbatch in rank
     )
     assert sequences_of(ranks) == list(range(len(lengths)))
-    assert len(ranks[0]) >= len(plan_batches(lengths, **arguments).microbatches[0][0])
+    # Together: packings are heuristic, and the example fits three micro-batches apart and four together.
+    together, plain = (
+        plan_batches(lengths, microbatch_multiple=each, **arguments).microbatches[0][0]
+        for each in (multiple, 1)
+    )
+    assert len(together) >= len(plain)
 
 
 GOOD = {"dp_size": 1, "token_budget": 10}
