@@ -116,6 +116,8 @@ def test_prompts_are_of_each_sequence(ids, lengths):
     told = rf"prompt_ids_S has shape \({ids},\), prompt_lengths_S \({lengths},\); pass one value for each of the 2 sequences"
     with pytest.raises(ValueError, match=told):
         batch_of(prompt_ids_S=torch.zeros(ids).long(), prompt_lengths_S=torch.ones(lengths).long())
+    with pytest.raises(ValueError, match="prompt_ids_S and prompt_lengths_S say together what is shared"):
+        batch_of(prompt_ids_S=torch.zeros(2).long())
 
 
 @pytest.mark.parametrize("extra", [-1, 1])
