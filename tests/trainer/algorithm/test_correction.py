@@ -20,6 +20,7 @@ from trainer.algorithm.correction import (
     correct,
     correct_current,
     level_ratio,
+    rule_names,
     weight_sums,
 )
 from trainer.algorithm.segments import valid_tokens
@@ -310,8 +311,13 @@ def test_token_weights_by_hand():
     wanted = {
         "ess": (4 + 0.5 + 1.5) ** 2 / (3 * (16 + 0.25 + 2.25)),  # of 4, 0.5, 1.5: before the bound
         "weight_mean": 4 / 3, "weight_max": 2.0, "weight_min": 0.5, "truncated_fraction": 1 / 3, "kept_fraction": 1.0,
+        "k1": -math.log(4 * 0.5 * 1.5) / 3,  # rollout's divergence from old
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    clipped = config_of(weight={"level": "token", "bound": "clip", "lower": 0.75, "upper": 5.0})
+    metrics = values(correct(batch_of(rollout_T, old_T, mask_T, [2, 2]), clipped).metrics)
+    assert metrics["mismatch/below_lower_fraction"] == pytest.approx(1 / 3)
+    assert metrics["mismatch/truncated_fraction"] == 0.0
 
 
 def test_what_is_told_of_the_raw_ratio_does_not_depend_on_the_weight():
@@ -328,6 +334,7 @@ def test_what_is_told_of_the_raw_ratio_does_not_depend_on_the_weight():
     assert found == wanted
     raw = {k: v for k, v in wanted.items() if k.startswith("mismatch/raw_") or k == "mismatch/ess"}
     assert len(raw) > 4 and raw.items() <= values(none.metrics).items()
+    assert {none.metrics[f"mismatch/weight_{of}"].value for of in ("mean", "min", "max")} == {1.0}
 
 
 def of_ratios(ratios: list[float], lengths: list[int], mask: list[bool] | None = None) -> PackedBatch:
@@ -348,6 +355,13 @@ def test_levels_by_hand(level, wanted):
     batch = of_ratios([2, 0.5, 8, 100, 4, 0.25], [5, 1], [True, True, True, False, True, True])
     result = correct(batch, config_of(weight={"level": level, "bound": "none"}))
     assert result.weights_T.tolist() == pytest.approx(wanted)
+
+
+def test_a_function_has_the_boundaries_of_responses_and_of_segments():
+    """Its weight is the share of the response that the segment is: 2 of 3, 1 of 3, and 1 of 1."""
+    batch = of_ratios([1.0] * 5, [4, 1], [True, True, False, True, True])
+    found = correct(batch, own_weight("segments")).weights_T.tolist()
+    assert found == pytest.approx([2 / 3, 2 / 3, 0, 1 / 3, 1])
 
 
 @pytest.mark.parametrize(("bound", "wanted"), [
@@ -485,6 +499,13 @@ def test_veto_sees_the_unbounded_ratio_and_takes_the_whole_sequence():
     assert found["mismatch/rejected/veto/tokens"] == found["mismatch/rejected/total/tokens"] == 3 / 5
 
 
+def test_names_of_rules_are_numbered_by_their_whole_name():
+    levels = ("segment_geometric", "segment", "segment", "segment_geometric")
+    rules = config_of(reject=[{"rule": "ratio", "level": level, "upper": 2} for level in levels]).reject
+    wanted = ["ratio_segment_geometric", "ratio_segment", "ratio_segment_2", "ratio_segment_geometric_2"]
+    assert rule_names(rules) == wanted
+
+
 def test_every_rule_has_to_pass_and_is_counted_by_name():
     batch = of_ratios([1, 3, 1, 1.1, 1, 1], [2, 2, 2])
     result = correct(
@@ -538,12 +559,12 @@ def test_bypass_leaves_everything_to_the_loss():
 
 
 def test_log_ratios_are_bounded_after_their_sum_not_before():
-    log_ratio_N = torch.tensor([30.0, -30.0, 30.0])
+    log_ratio_N = torch.tensor([30.0, -27.0, 30.0])
     valid, without_last = (
         valid_tokens(torch.ones(n, dtype=torch.bool), torch.tensor([0, n])) for n in (3, 2)
     )
     assert level_ratio(log_ratio_N, valid, "sequence").tolist() == pytest.approx([math.exp(20)] * 3)
-    assert level_ratio(log_ratio_N[:2], without_last, "sequence").tolist() == [1.0, 1.0]
+    assert level_ratio(log_ratio_N[:2], without_last, "sequence").tolist() == pytest.approx([math.exp(3)] * 2)
 
 
 def test_sums_over_a_response_of_float32_keep_their_digits():

@@ -88,10 +88,14 @@ def test_a_batch_refuses_what_was_rounded_already(name, dtype):
     assert getattr(batch_of(**{name: getattr(batch_of(), name).double()}), name).dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_a_mask_is_of_booleans(dtype):
-    with pytest.raises(ValueError, match=r"response_mask_T is \w+, not bool; convert it to bool"):
-        batch_of(response_mask_T=torch.ones(5, dtype=dtype))
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("response_mask_T", torch.bool), ("is_replayed_T", torch.bool), ("tokens_T", torch.int64), ("targets_T", torch.int64),
+    ("positions_T", torch.int64), ("lag_T", torch.int16), ("num_kept_T", torch.int32),
+])  # fmt: skip
+def test_flags_and_whole_numbers_have_one_type(name, wanted):
+    for dtype in {torch.float32, torch.int64, torch.int32, torch.int16, torch.bool} - {wanted}:
+        with pytest.raises(ValueError, match=rf"{name} is \w+, not (\w+); convert it to \1$"):
+            batch_of(**{name: torch.zeros(5, dtype=dtype)})
 
 
 @pytest.mark.parametrize(("bounds", "told"), [
@@ -99,18 +103,21 @@ def test_a_mask_is_of_booleans(dtype):
     ([1, 2, 5], "cu_seqlens goes from 1 to 5"),
     ([0, 6, 5], "it must rise from 0 to the number of tokens"),
     ([0, 5], r"cu_seqlens has shape \(2,\), sequence_ids_S \(2,\); S sequences have S \+ 1 boundaries"),
+    ([0, 1, 2, 5], r"cu_seqlens has shape \(4,\)"),
+    ([[0, 2, 5]], r"cu_seqlens has shape \(1, 3\)"),
 ])  # fmt: skip
 def test_boundaries_fit_the_tokens(bounds, told):
     with pytest.raises(ValueError, match=told):
         batch_of(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
-def test_prompts_are_of_each_sequence():
-    told = (
-        r"prompt_ids_S has shape \(3,\), prompt_lengths_S \(2,\); pass one value for each of the 2 sequences"
-    )
+@pytest.mark.parametrize(("ids", "lengths"), [(3, 2), (2, 3)])
+def test_prompts_are_of_each_sequence(ids, lengths):
+    told = rf"prompt_ids_S has shape \({ids},\), prompt_lengths_S \({lengths},\); pass one value for each of the 2 sequences"
     with pytest.raises(ValueError, match=told):
-        batch_of(prompt_ids_S=torch.zeros(3).long(), prompt_lengths_S=torch.ones(2).long())
+        batch_of(prompt_ids_S=torch.zeros(ids).long(), prompt_lengths_S=torch.ones(lengths).long())
+    with pytest.raises(ValueError, match="prompt_ids_S and prompt_lengths_S say together what is shared"):
+        batch_of(prompt_ids_S=torch.zeros(2).long())
 
 
 @pytest.mark.parametrize("extra", [-1, 1])

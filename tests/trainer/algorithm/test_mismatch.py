@@ -190,7 +190,7 @@ def test_plain_loops_agree(lengths, seed):
     assert_agree(values(of(batch)), slow)
 
 
-@pytest.mark.parametrize("lengths", [[64, 65], [1, 256, 257, 70], [1024, 1025, 3], [4096, 4100]])
+@pytest.mark.parametrize("lengths", [[64, 65], [1, 256, 257, 70], [1024, 1025, 3], [4096, 8193]])
 def test_plain_loops_agree_at_the_edges_of_the_buckets(lengths):
     full = random_batch(
         lengths, seed=1, dtype=torch.float64, mask_T=torch.ones(sum(lengths), dtype=torch.bool)
@@ -263,11 +263,21 @@ def test_by_hand():
 
 
 def test_a_greatest_difference_of_exactly_one_half_is_not_over_it():
-    """Probabilities 1 and 1/2, and in a second response 1 and 1/4."""
-    rollout_N, train_N = torch.zeros(2, dtype=torch.float64), torch.tensor([0.5, 0.25], dtype=torch.float64)
-    found = values(mismatch_metrics(train_N.log(), rollout_N, torch.tensor([0, 1, 2])))
+    """Probabilities 1 and 1/2, and in a second response 1 and 1/4, then 1 and 1."""
+    rollout_N, train_N = (
+        torch.zeros(3, dtype=torch.float64),
+        torch.tensor([0.5, 0.25, 1], dtype=torch.float64),
+    )
+    found = values(mismatch_metrics(train_N.log(), rollout_N, torch.tensor([0, 1, 3])))
     assert found["mismatch/abs_prob_max"] == 0.75 and found["mismatch/response_abs_prob_over"] == 0.5
     assert found["mismatch/response_abs_prob_max_share/le_0.5"] == 0.5
+
+
+def test_probabilities_near_one_keep_their_digits():
+    """1 - 1e-17 and 1 - 3e-17 are 1 in float64."""
+    train_N, rollout_N = torch.tensor([[-1e-17, -2e-17], [-3e-17, -6e-17]], dtype=torch.float64)
+    found = values(mismatch_metrics(train_N, rollout_N, torch.tensor([0, 2])))
+    assert found["mismatch/abs_prob_max"] == pytest.approx(4e-17, rel=1e-9, abs=0)
 
 
 def test_equal_policies_show_no_gap():
@@ -328,6 +338,7 @@ def test_extreme_log_ratios_stay_finite_and_carry_no_gradient():
         "mismatch/logprob_gap_max"
     ] == pytest.approx(1e4)
     assert found["mismatch/chi2_sequence"] == pytest.approx((math.exp(40) + math.exp(-40) + 1) / 3 - 1)
+    assert found["mismatch/k3"] == pytest.approx((2 * math.cosh(20) - 2) / 3, rel=1e-9), "of 20, -20 and 0"
 
 
 def test_what_is_measured_stays_as_it_was():
@@ -454,6 +465,10 @@ def test_weights_by_hand():
         at_valid(weight_metrics, raw_T, raw_T, mask_T, torch.tensor([0, 3, 4]), lower=0.25, upper=4.0)
     )
     assert at_bounds["mismatch/truncated_fraction"] == at_bounds["mismatch/below_lower_fraction"] == 0.0
+    zeros = values(
+        at_valid(weight_metrics, raw_T, raw_T, mask_T, torch.tensor([0, 3, 4]), lower=0.0, upper=0.0)
+    )
+    assert (zeros["mismatch/truncated_fraction"], zeros["mismatch/below_lower_fraction"]) == (1.0, 0.0)
     near_one_T = 1 + 1e-9 * torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
     near_one = values(at_valid(weight_metrics, near_one_T, near_one_T, mask_T, torch.tensor([0, 3, 4])))
     assert near_one["mismatch/weight_std"] == pytest.approx(math.sqrt(2 / 3) * 1e-9, rel=1e-6)
@@ -508,6 +523,17 @@ def test_a_statistic_on_a_bound_is_within_it():
     found = values(rule_metrics("difference_token", statistic, lower=0.5, upper=2.0, is_log_ratio=False))
     prefix = "mismatch/rejected/difference_token"
     assert found[f"{prefix}/above_upper"] == found[f"{prefix}/below_lower"] == pytest.approx(1 / 5)
+
+
+def test_numbers_of_float32_are_measured_in_float64():
+    x = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+    bounds = {"lower": 0.2, "upper": 0.7}
+    for measure in (
+        lambda x: rule_metrics("ratio_token", x, **bounds, is_log_ratio=True),
+        lambda x: rule_metrics("k2_token", x, **bounds, is_log_ratio=False),
+        lambda x: reward_metrics(torch.ones(2000), x),
+    ):
+        assert measure(x) == measure(x.double())
 
 
 def test_one_value_for_all_tokens_is_refused():

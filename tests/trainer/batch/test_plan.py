@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from configs.schema.run import AnyConfig
-from parallel.packing import pack_sequences
+from parallel.packing import pack_sequences, same_prompts
 from rollout.records import FinishReason
 from tests.support import records
 from trainer.batch.plan import (
@@ -242,6 +242,20 @@ def test_by_hand():
     assert plan.rows(1) == [[[0], [1]], [[2, 3]]]
 
 
+def test_each_round_goes_by_what_ranks_have_in_all():
+    """20 and 15, then 13 and 14, then 7 and 10: 40 and 39."""
+    plan = plan_batches([20, 15, 14, 13, 10, 7], minibatches=[range(6)], dp_size=2, token_budget=20)
+    assert plan.microbatches == ((((0,), (3,), (5,)), ((1,), (2,), (4,))),)
+
+
+def test_if_a_multiple_of_micro_batches_has_no_room_the_next_one_is_taken():
+    """20 tokens would fill two micro-batches of 10, and fit three."""
+    plan = plan_batches(
+        [6, 6, 6, 2], minibatches=[range(4)], dp_size=1, token_budget=10, microbatch_multiple=2
+    )
+    assert plan.microbatches == ((((0,), (1,), (2,), (3,)),),)
+
+
 def test_first_fit_packs_what_even_packing_cannot():
     # Longest first into the emptiest: 7 4 | 5 4, and 4 is left. First fit: 7 5 | 4 4 4.
     plan = plan_batches([7, 5, 4, 4, 4], minibatches=[range(5)], dp_size=1, token_budget=12)
@@ -264,6 +278,7 @@ def test_no_microbatch_is_empty_even_where_each_sequence_fills_one(dp_size):
     slack=st.integers(0, 40),
     apart=st.sets(st.integers(0, 20)),
 )
+@example(lengths=[8, 10, 6, 12, 9, 4, 7, 5], dp_size=1, multiple=1, slack=9, apart={0, 5, 6})
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch_is_empty(
     lengths, dp_size, multiple, slack, apart
 ):
@@ -277,7 +292,12 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch
         microbatch and sum(lengths[s] for s in microbatch) <= budget for rank in ranks for microbatch in rank
     )
     assert sequences_of(ranks) == list(range(len(lengths)))
-    assert len(ranks[0]) >= len(plan_batches(lengths, **arguments).microbatches[0][0])
+    # Together: packings are heuristic, and the example fits three micro-batches apart and four together.
+    together, plain = (
+        plan_batches(lengths, microbatch_multiple=each, **arguments).microbatches[0][0]
+        for each in (multiple, 1)
+    )
+    assert len(together) >= len(plain)
 
 
 GOOD = {"dp_size": 1, "token_budget": 10}
@@ -354,7 +374,8 @@ def trajectory(token_ids, **change):
 def test_pack_trajectories():
     samples = [trajectory([5, 6, 7]), trajectory([8, 9])]
     batch = pack_trajectories(samples, [12, 3])
-    assert batch.lag_T is None and batch.num_kept_T is None
+    assert batch.lag_T is None and batch.num_kept_T is None and batch.prompts is None
+    assert pack_trajectories(samples, [12, 3], share_prompts=True).prompt_lengths_S.tolist() == [1, 1]
     assert batch.lengths == [packed_length(t.token_ids) for t in samples] == [2, 1]
     assert batch.tokens_T.tolist() == [5, 6, 8] and batch.targets_T.tolist() == [6, 7, 9]
     assert batch.positions_T.tolist() == [0, 1, 0]
@@ -363,8 +384,12 @@ def test_pack_trajectories():
     assert batch.cu_seqlens.dtype == batch.select([1]).cu_seqlens.dtype == torch.int32
     elsewhere = batch.to(torch.device("meta"))
     assert all(value.is_meta for _, value in elsewhere.per_token()) and elsewhere.cu_seqlens.is_cpu
-    with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
-        pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
+    for short, told in (
+        ("response_mask", "2 mask entries and 3 log"),
+        ("rollout_logprobs", "3 mask entries and 2"),
+    ):
+        with pytest.raises(ValueError, match=rf"sequence 4 \(prompt p, sibling 1\) has 3 tokens, {told}"):
+            pack_trajectories([trajectory([1, 2, 3], **{short: [0, 1]})], [4])
     with pytest.raises(ValueError, match=r"sequences \[3\] have fewer than two tokens"):
         pack_trajectories([*samples, trajectory([1])], [12, 4, 3])
 
@@ -377,10 +402,10 @@ def test_behind_a_prompt_all_tokens_are_the_responses():
 
 
 def test_a_shared_prompt_is_what_lies_before_the_first_response_token():
-    """Of a sequence without a response, all but its last token, which is no input."""
+    """Of a sequence without a response, all but its last token, which is no input. The ids' type does not matter."""
     prompts = {(1, 2, 5, 6): [2, 3], (1, 2, 7): [2], (1, 2, 8): [], (2, 1, 7): [2], (1, 2, 5, 7): [1, 3]}
     packed = pack_sequences(
-        token_ids=[*prompts],
+        token_ids=[np.array(ids, dtype=kind) for ids, kind in zip(prompts, ("i4", "i8") * 3, strict=False)],
         response_masks=[[place in sampled for place in range(len(ids))] for ids, sampled in prompts.items()],
         rollout_logprobs=[[0.0] * len(ids) for ids in prompts],
         sequence_ids=range(5),
@@ -389,11 +414,14 @@ def test_a_shared_prompt_is_what_lies_before_the_first_response_token():
     assert packed.prompt_lengths_S.tolist() == [2, 2, 2, 2, 1]
     first, *others = packed.prompt_ids_S.tolist()
     assert others[:2] == [first, first] and len({first, *others}) == 3
+    ids, _ = same_prompts([[i, 0] for i in range(999)], [[False, True]] * 999)
+    assert len(set(ids)) == 999
 
 
 def test_lags_count_from_the_learners_version_on_response_tokens():
     sample = trajectory([5, 6, 7, 8], response_mask=[False, False, True, True], token_versions=[9, 9, 3, 4])
     assert pack_trajectories([sample], [0], newest=4).lag_T.tolist() == [0, 1, 0]
+    assert pack_trajectories([trajectory([5, 6, 7])], [0], newest=0).lag_T.tolist() == [0, 0]
 
 
 def test_a_sequence_without_kept_sets_has_none_beside_others_that_have():
@@ -402,10 +430,11 @@ def test_a_sequence_without_kept_sets_has_none_beside_others_that_have():
     assert batch.num_kept_T.tolist() == [2, 1, 0] and batch.kept_ids_M.tolist() == [6, 9, 7]
 
 
-def test_experts_are_packed_with_their_input_tokens_and_the_rest_is_marked():
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_experts_are_packed_with_their_input_tokens_and_the_rest_is_marked(dtype):
     """Three sequences: with experts, without any, and a filler of two tokens."""
-    routing = Routing(layers=2, experts_per_token=2, dtype="uint8")
-    ids = np.arange(4 * 4, dtype=np.uint8).reshape(4, 2, 2)
+    routing = Routing(layers=2, experts_per_token=2, dtype=dtype)
+    ids = np.arange(4 * 4, dtype=dtype).reshape(4, 2, 2)
     fields = {"group_id": 0, "prompt_id": "p", "reward": 1.0, "reward_parts": {}}
     known, unknown = (
         records.trajectory(
@@ -415,18 +444,21 @@ def test_experts_are_packed_with_their_input_tokens_and_the_rest_is_marked():
         for i, experts in enumerate([{"experts": ids, "is_replayed": np.array([1, 0, 1, 0], dtype=bool)}, {}])
     )  # fmt: skip
     packed = pack_trajectories([known, unknown], [0, 1], routing=routing)
-    assert packed.experts_TLK.dtype == torch.uint8 and packed.experts_TLK.shape == (6, 2, 2)
+    assert packed.experts_TLK.dtype == getattr(torch, dtype) and packed.experts_TLK.shape == (6, 2, 2)
     assert packed.is_replayed_T.tolist() == [True, False, True, False, False, False]
     assert torch.equal(packed.experts_TLK[:3], torch.from_numpy(ids[:3]))  # of inputs: not of the last token
     assert not packed.experts_TLK[3:].any()
     second = packed.select([1])
     assert second.experts_TLK.shape == (3, 2, 2) and not second.is_replayed_T.any()
     assert pack_trajectories([known, unknown], [0, 1]).experts_TLK is None
-    with pytest.raises(
-        ValueError,
-        match=r"sibling 0 has experts of the shape \(4, 2, 2\) in uint8, the model \(4, 3, 2\) in uint8",
+    found = rf"sibling 0 has experts of the shape \(4, 2, 2\) in {dtype}, the model"
+    other = {"uint8": "int16", "int16": "uint8"}[dtype]
+    for change, wanted in (
+        ({"layers": 3}, rf"\(4, 3, 2\) in {dtype}"),
+        ({"dtype": other}, rf"\(4, 2, 2\) in {other}"),
     ):
-        pack_trajectories([known], [0], routing=replace(routing, layers=3))
+        with pytest.raises(ValueError, match=f"{found} {wanted}"):
+            pack_trajectories([known], [0], routing=replace(routing, **change))
 
 
 @pytest.mark.parametrize(
@@ -458,6 +490,7 @@ def test_an_empty_micro_batch_gets_the_shortest_of_the_fullest():
     assert _fill_bins(range(4), [5, 4, 3, 3], 3, 9, first_fit=True) == [(0,), (2, 3), (1,)]
     assert _fill_bins(range(4), [6, 5, 5, 3], 3, 10, first_fit=True) == [(0, 3), (1,), (2,)]
     assert _fill_bins(range(3), [9, 3, 3], 3, 9, first_fit=True) == [(0,), (1,), (2,)]
+    assert _fill_bins([1, 0], [4, 5], 1, 9, first_fit=True) == [(0, 1)], "ascending"
 
 
 def test_a_shared_prompt_counts_once_and_an_eighth_for_each_of_several():

@@ -1212,6 +1212,12 @@ def test_the_farthest_token_is_of_the_newest_version_and_any_nan_is_farther():
     assert _farthest_here(none_here, learner_T, "logprob_gap_max") < (0.0, ""), (
         "any token of another rank is farther"
     )
+    near_one_T = torch.full((9,), -1e-9)
+    likely = batch.with_fields(rollout_logprobs_T=near_one_T)
+    farther_T = near_one_T.index_fill(0, torch.tensor([8]), -4e-9)  # both are probabilities of 1 in float32
+    assert farthest_token(likely, farther_T, None, "abs_prob_max").startswith(
+        "group 7, sibling 1, response token 1"
+    )
 
 
 def own_policy(trajectory: Trajectory) -> Trajectory:
