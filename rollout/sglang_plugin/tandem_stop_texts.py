@@ -1,11 +1,15 @@
 """Stop texts (``rollout.stop``), searched for only after tokens that can complete one.
 
-After each token SGLang decodes the newest tokens of a response, one per byte of the longest stop text, and searches the texts'
-patterns (``rollout/servers/answers.py``) in them. A text is complete when its last character is, so the newest token then has
-that character in its own text. After any other token there is nothing to find, and nothing is decoded.
+After each token SGLang decodes the newest tokens of a response, one per byte of the longest stop text and one more, and searches
+the texts' patterns (``rollout/servers/answers.py``) in them. A text is complete when its last character is, so the newest token
+then has that character in its own text. After any other token nothing is decoded, with these exceptions:
 
-SGLang decides alone after a token whose own text is not certain (a part of a character, or nothing), about texts that end
-with a space, which some tokenizers drop, about patterns that are not Tandem's, and where several tokens are accepted at once.
+- the newest token's own text is not certain: a part of a character, or nothing;
+- a part of a character has just left the newest tokens. A tokenizer with byte tokens (Llama 2, Mistral) cannot decode any bytes
+  beside a broken character, so SGLang may see a text among them only now;
+- a stop text ends with white space, which some tokenizers drop;
+- the tokenizer cleans up spaces, so that a token may change the text of those before it;
+- a pattern is not Tandem's, or several tokens were accepted at once.
 """
 
 import re
@@ -27,11 +31,13 @@ def register() -> None:
 
 def tail_to_search(tail_str: Callable[..., str], request: Any, new_accepted_len: int = 1) -> str:
     """``Req.tail_str``, or an empty text, in which no pattern is found."""
-    sampling = request.sampling_params
+    sampling, token_ids = request.sampling_params, request.output_ids
     if new_accepted_len == 1 and not sampling.stop_strs:
         ends = last_characters(tuple(sampling.stop_regex_strs))
-        if ends and not may_complete(request.tokenizer, request.output_ids[-1], ends):
-            return ""
+        if ends and not may_complete(request.tokenizer, token_ids[-1], ends):
+            just_left = len(token_ids) - 1 - (sampling.stop_regex_max_len + 1)
+            if just_left < 0 or not is_part(request.tokenizer, token_ids[just_left]):
+                return ""
     return tail_str(request, new_accepted_len)
 
 
@@ -54,7 +60,20 @@ def text_of(pattern: str) -> str:
 @cache
 def may_complete(tokenizer: Any, token_id: int, ends: frozenset[str]) -> bool:
     """Whether a text that ends with one of ``ends`` can be complete after this token, and not before it."""
-    if getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return True  # a token may then change the text of those before it
     text = tokenizer.decode([token_id])
-    return not text or UNFINISHED in text or not ends.isdisjoint(text)
+    return not text or UNFINISHED in text or not ends.isdisjoint(text) or cleans_up(tokenizer)
+
+
+@cache
+def is_part(tokenizer: Any, token_id: int) -> bool:
+    """Whether a token begins or ends inside a character."""
+    return UNFINISHED in tokenizer.decode([token_id])
+
+
+def cleans_up(tokenizer: Any) -> bool:
+    """Whether decoding drops spaces before signs. For BPE transformers ignores the usual field (Llama 3's folders have it)."""
+    asked = "clean_up_tokenization_spaces"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and type(backend.model).__name__ == "BPE":
+        asked += "_for_bpe_even_though_it_will_corrupt_output"
+    return bool(getattr(tokenizer, asked, False))

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from parallel.planning.memory import NUM_BUFFERS
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.answers import stop_pattern
+from rollout.servers.command import PLUGIN, STAND_INS
 from rollout.servers.control import SGLangControl
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.server_specs import KEY
@@ -39,17 +41,47 @@ def die_in_a_transfer(model_dir: Path, url: str, carrier: str) -> None:
         sender.send(buckets(), plan, None)
 
 
-def write_answers_of_sglang(file: Path, stop_texts: Sequence[str]) -> None:
-    """Of SGLang's own code: its flags, and the newest tokens in whose text it searches for each stop text."""
+def write_answers_of_sglang(file: Path, responses: Sequence[tuple[str, list[int]]]) -> None:
+    """Of SGLang's own code: its flags, and after how many tokens each of ``responses`` ends at its stop text, by SGLang alone and
+    with the plugin."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    sys.path += [str(STAND_INS), str(PLUGIN)]
+    import tandem_stop_texts
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(add_help=False)
     ServerArgs.add_cli_args(parser)
-    windows = []
-    for text in stop_texts:
-        sampling = SamplingParams(stop_regex=[stop_pattern(text)])
-        sampling.normalize(chat_tokenizer())
-        windows.append(sampling.stop_regex_max_len + 1)  # Req._stop_match_tail_len adds the one
-    file.write_text(json.dumps({"flags": sorted(parser._option_string_actions), "windows": windows}))
+    tokenizer = chat_tokenizer()
+    num_decoded, decode = [0], tokenizer.decode
+
+    def counting(token_ids, **options):
+        num_decoded[0] += len(token_ids) > 1
+        return decode(token_ids, **options)
+
+    tokenizer.decode = counting
+
+    def end(text: str, token_ids: list[int]) -> int | None:
+        sampling = SamplingParams(stop_regex=[stop_pattern(text)], max_new_tokens=10_000, ignore_eos=True)
+        sampling.normalize(tokenizer)
+        request = Req("", "", [1], sampling)
+        request.tokenizer = tokenizer
+        for token_id in token_ids:
+            request.output_ids.append(token_id)
+            request.update_finish_state()
+            if request.finished():
+                return len(request.output_ids)
+        return None
+
+    def all_ends() -> dict:
+        num_decoded[0] = 0
+        return {"ends": [end(*response) for response in responses], "decoded": num_decoded[0]}
+
+    alone = all_ends()
+    tandem_stop_texts.register()
+    HookRegistry.apply_hooks()
+    with_plugin = all_ends()
+    flags = sorted(parser._option_string_actions)
+    file.write_text(json.dumps({"flags": flags, "alone": alone, "with the plugin": with_plugin}))
