@@ -285,7 +285,7 @@ OTHER_FIELDS = _by_name({
     "`reward.field`, beside `reward.type=by_field`": "reward_fn_key",
     "`task.tools_field`, beside `task.type=jsonl`": "tool_key",
     "`sampler.type`, shuffle or sequential": "data.shuffle train_dataset.shuffle shuffle_dataset rollout_shuffle",
-    "`reward={type: weighted, parts: {...}}`": "reward_weights",
+    "`reward={type: weighted, parts: {...}}`": "reward_weights gdpo_reward_keys gdpo_reward_weights",
     "`learner.truncated_responses`, mask": "mask_truncated_completions overlong_filtering",
     "`learner.truncated_responses`, mask; ROLL's also masks a response that ends by itself at exactly the limit": "max_len_mask",
     "`learner.truncated_responses`, mask; AReaL's code trains on such a response with a reward of 0, as your own reward function can by "

@@ -83,7 +83,7 @@ ALGORITHMS: Mapping[str, str] = {
     ),
     "gdpo": (
         "GDPO is `advantage: {type: gdpo}` with `objective: {type: clipped}` and the parts that it compares, such as "
-        "`reward: {type: weighted, parts: {form: {type: function, function: my_reward:form, weight: 0.5}}}`"
+        "`reward: {type: weighted, parts: {right: {type: countdown}, form: {type: function, function: my_reward:form}}}`"
     ),
     "opo": "OPO is `advantage: {type: opo}`, with `objective: {type: clipped}` or `type: policy_gradient`",
     **{

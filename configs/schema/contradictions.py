@@ -99,16 +99,22 @@ _OF_OTHER_ANSWERS = {"countdown": ("gsm8k", "math_verify"), "gsm8k": ("countdown
 
 
 def _of_gdpo(config: "RunConfig") -> Iterator[Contradiction]:
-    if config.reward_type.type != "weighted" or getattr(config.environment, "reward", None) == "agent":
+    if config.reward_type.type != "weighted":
         yield Contradiction(
-            ("advantage.type", "reward"),
-            "advantage.type=gdpo normalises each part of a reward, and this run's reward has no parts with weights",
+            ("advantage.type", "reward.type"),
+            f"advantage.type=gdpo compares each part of a weighted reward, and this run's reward is {config.reward_type.type}",
             "use reward={type: weighted, parts: {...}}, or advantage.type=grpo",
+        )
+    if not isinstance(config.environment, SingleTurn):
+        yield Contradiction(
+            ("advantage.type", "environment.type"),
+            "advantage.type=gdpo compares each part of a weighted reward, and an environment may give rewards without these parts",
+            "use advantage.type=grpo, or environment.type=single_turn",
         )
     if config.kl.in_reward:
         yield Contradiction(
             ("advantage.type", "kl.place"),
-            "advantage.type=gdpo normalises the parts of the reward, and kl.place=reward would subtract a KL that is none of them",
+            "advantage.type=gdpo compares the parts of the reward, and kl.place=reward would subtract a KL that is none of them",
             "use kl.place=loss, or advantage.type=grpo",
         )
 

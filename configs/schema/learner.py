@@ -117,7 +117,7 @@ class LearnerConfig(Schema):
     advantages compare siblings, the gradient of these groups is zero. They get their own micro-batches with a forward pass
     alone, which their metrics need. It has no effect if the loss has other terms (KL in the loss, entropy, an
     objective of your own), with layout.pp above 1, and if such groups do learn something
-    (reinforce_pp_baseline and gdpo, which whiten over the step; KL in the reward)."""
+    (reinforce_pp_baseline, which whitens over the step; gdpo, whose parts may differ; KL in the reward)."""
     truncated_responses: Literal["train", "mask"] = "train"
     """Whether the policy learns from responses that a limit of tokens cut off: ``rollout.max_new_tokens`` the
     last turn, or ``environment.max_tokens`` the episode. A smaller limit that the environment or agent gave the last

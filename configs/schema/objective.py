@@ -131,7 +131,7 @@ class GdpoAdvantage(Schema):
     """Each part of a weighted reward less its group's mean and divided by the group's standard deviation. Their sum, each
     times its part's weight, gets mean 0 and deviation 1 over the samples of the step (arXiv 2601.05242). ``grpo``
     divides the sum alone, so that two responses with the same sum by different parts have the same advantage. Dynamic
-    sampling still compares sums."""
+    sampling still compares sums. For single turns: the rewards of an environment may have other parts."""
 
     type: Literal["gdpo"]
 
@@ -316,7 +316,8 @@ class EntropyConfig(Schema):
 PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
 WITHIN_GROUPS = ("grpo", "gdpo", "rloo", "opo", "reinforce_pp_baseline")
 """Advantages that compare a response with its siblings."""
-WHITENED_WITHIN_GROUPS = ("gdpo", "reinforce_pp_baseline")
-"""Those of them that are shifted and scaled over the step, which moves the advantages of equal rewards from zero."""
+ZERO_FOR_EQUAL_REWARDS = ("grpo", "rloo", "opo")
+"""Those of them whose advantages are zero in a group of equal rewards. Not reinforce_pp_baseline, which whitening moves from
+zero, nor gdpo, since rewards with the same sum may have different parts."""
 MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
 """Objectives whose papers average over the tokens of a sequence, then over sequences."""

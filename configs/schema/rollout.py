@@ -116,7 +116,8 @@ class RolloutConfig(Schema):
     """Texts such as ``</search>`` that also end a response: the first token that completes one of them is the last. It stays
     whole, so the response may run past the text by the rest of that token. Its tokens are those that were sampled: they are
     trained on, rewards read their text, and the finish reason is ``stop``. In an environment every turn ends there, and in an
-    evaluation every response. The servers then load the tokenizer, and decode the newest tokens of each response."""
+    evaluation every response. The servers then load the tokenizer, and decode the newest tokens after each token that
+    may complete a text."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that training samples from. The learner computes its log-probs at the same
     one."""

@@ -19,8 +19,7 @@ from configs.schema.learner import CheckpointConfig, LearnerConfig, OptimizerCon
 from configs.schema.model import ModelConfig
 from configs.schema.objective import (
     MEAN_OF_SEQUENCES,
-    WHITENED_WITHIN_GROUPS,
-    WITHIN_GROUPS,
+    ZERO_FOR_EQUAL_REWARDS,
     AdvantageConfig,
     AggregationConfig,
     ClippedObjective,
@@ -171,10 +170,8 @@ class RunConfig(Schema):
     @property
     def packs_no_signal_apart(self) -> bool:
         """Whether groups whose samples all have the same reward, and masked samples, get their own micro-batches,
-        since these are skipped. Not with whitening, which moves their advantages from zero, nor with KL in the reward or
-        rewards of turns, by which their samples differ."""
-        is_whitened = self.advantage.type in WHITENED_WITHIN_GROUPS
-        has_zeros = self.advantage.type in WITHIN_GROUPS and not is_whitened and not self.credits_turns
+        since these are skipped. Not with KL in the reward or rewards of turns, by which their samples differ."""
+        has_zeros = self.advantage.type in ZERO_FOR_EQUAL_REWARDS and not self.credits_turns
         return self.skips_zero_gradients and has_zeros and not self.kl.in_reward
 
     @property

@@ -1032,8 +1032,14 @@ TABLE = {
         fix="use kl.place=loss, or advantage.type=reinforce_pp or gae",
     ),
     "parts of a reward that has none": Broken(
-        options="advantage.type=gdpo", field="advantage.type, reward", value="gdpo", error="this run's reward has no parts with weights",
+        options="advantage.type=gdpo", field="advantage.type, reward.type", value="gdpo", error="this run's reward is countdown",
         fix="use reward={type: weighted, parts: {...}}, or advantage.type=grpo",
+    ),
+    "parts of a reward in an environment": Broken(
+        options="advantage.type=gdpo reward={type: weighted, parts: {right: {type: countdown}}} "
+        "environment={type: tokens, environment: 'a:B'}",
+        field="advantage.type, environment.type", value="gdpo", error="an environment may give rewards without these parts",
+        fix="use advantage.type=grpo",
     ),
     "parts of a reward less a KL": Broken(
         options="advantage.type=gdpo reward={type: weighted, parts: {right: {type: countdown}}} kl={coefficient: 0.1, place: reward}",

@@ -37,10 +37,12 @@ def gdpo(samples: list[Sample], groups: list[int]) -> list[float]:
     sums = [
         math.fsum(w * a for w, a in zip(WEIGHTS, row, strict=True)) for row in zip(*of_parts, strict=True)
     ]
-    counted = [x for x, sample in zip(sums, samples, strict=True) if _valid(sample)]
+    counted = [x for x, sample in zip(sums, samples, strict=True) if sample.group >= 0]
     mean = statistics.fmean(counted) if counted else 0.0
     variance = statistics.variance(counted) if len(counted) > 1 else 0.0
-    return [(x - mean) / math.sqrt(variance + 1e-8) for x in sums]
+    return [
+        (x - mean) / math.sqrt(variance + 1e-8) if g >= 0 else 0.0 for x, g in zip(sums, groups, strict=True)
+    ]
 
 
 def rloo(rewards: list[float], groups: list[int]) -> list[float]:

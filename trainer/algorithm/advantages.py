@@ -1,13 +1,14 @@
 """Advantages from rewards. An estimator is a pure function here and a member of ``AdvantageConfig``.
 
 ``_S`` is over the sequences of the whole step, on all ranks, since a group must always be complete. ``_E`` is
-over the step's episodes; an episode that does not fork is one sequence. ``_T`` and ``_N`` are of one rank.
+over the step's episodes; an episode that does not fork is one sequence. ``_R`` is over the parts of a reward. ``_T`` and
+``_N`` are of one rank.
 Rewards, values, returns and advantages have the same unit.
 
     by sequence (S)    grpo, gdpo, rloo, opo,         every response token gets its sequence's advantage
                        own function
     by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
-    whiten             over the tokens of all ranks
+    whiten             over the tokens of all ranks; gdpo: over the episodes of the step
 
 With ``credit: turn`` grpo compares turns, and the recurrences get each turn's reward at its end
 (``turn_rewards.py``).
@@ -87,6 +88,8 @@ def compute_advantages(
     ``turn_rewards`` are those of the whole step, for ``credit: turn``. With ``credit: episode``, or if it is
     None, only ``rewards_S`` count. ``reward_parts`` are for gdpo, which reads them instead of ``rewards_S``.
 
+    A group id below 0 marks a sample that is left out.
+
     The arithmetic is float64, so that the float32 results do not depend on the split over ranks.
 
     Every rank of ``total`` must call. Raises ValueError if shapes do not match, if a reward, value or penalty
@@ -161,7 +164,7 @@ class _Step:
             raise ValueError("`advantage: gdpo` needs the parts of a reward of type weighted")
         values_SR = self._reward_parts.values_SR.to(torch.float64)
         values_ER = torch.stack([_one_per_episode(v_S, self._episode_of_S) for v_S in values_SR.T], dim=1)
-        return gdpo(values_ER, self._reward_parts.weights_R, self.groups_E, counts_S=self.lengths_E() > 0)
+        return gdpo(values_ER, self._reward_parts.weights_R, self.groups_E)
 
     def values_T(self) -> Tensor:
         """The critic's, 0 off the response mask."""
@@ -240,17 +243,18 @@ def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> T
     return torch.where(sizes_S == 1, rewards_S, advantages_S)
 
 
-def gdpo(parts_SR: Tensor, weights_R: Tensor, group_ids_S: Tensor, *, counts_S: Tensor) -> Tensor:
+def gdpo(parts_SR: Tensor, weights_R: Tensor, group_ids_S: Tensor) -> Tensor:
     """A_s = (x_s - mean x) / sqrt(variance of x + 1e-8) with x_s = sum_k w_k grpo(r_k)_s, r_k the k-th part of the reward.
-    [S, R], [R], [S], bool [S] -> [S]
+    [S, R], [R], [S] -> [S]
 
-    ``grpo`` is the one above, divided by the standard deviation. Mean and unbiased variance are over the sequences that
-    count, those with tokens in the loss; the others get 0.
+    ``grpo`` is the one above, divided by the standard deviation. Mean and unbiased variance are over all samples of the step but
+    those that are left out (group ids below 0), which get 0.
 
-    Source: Liu et al. 2026 (GDPO, arXiv 2601.05242). Differs from the paper: the epsilons.
+    Source: Liu et al. 2026 (GDPO, arXiv 2601.05242). Differs from the paper: unbiased deviations and the epsilons.
     """
     of_parts = [grpo(part_S, group_ids_S, normalize_by_std=True) for part_S in parts_SR.T]
-    return whiten(torch.stack(of_parts, dim=1) @ weights_R.to(parts_SR.dtype), counts_S, alone)
+    sums_S = torch.stack(of_parts, dim=1) @ weights_R.to(parts_SR.dtype)
+    return whiten(sums_S, group_ids_S >= 0, alone)
 
 
 def rloo(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
@@ -310,7 +314,7 @@ def gae(
 
 
 def whiten(x_T: Tensor, mask_T: Tensor, total: Total) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) over the valid tokens of all ranks, unbiased variance (n - 1); 0 off
+    """(x - mean) / sqrt(variance + 1e-8) over the valid places of all ranks, unbiased variance (n - 1); 0 off
     the mask. [T] -> [T]
 
     Equal values, or a single one, become zeros (up to the rounding of the mean).

@@ -213,7 +213,7 @@ def reward_parts(trajectories: Sequence[Trajectory], weights: Mapping[str, float
     """The parts of each sequence's reward; 0 for samples without a score."""
     rows = [[t.reward_parts[name] if t.reward is not None else 0.0 for name in weights] for t in trajectories]
     return RewardParts(
-        values_SR=torch.tensor(rows, dtype=torch.float32),
+        values_SR=torch.tensor(rows, dtype=torch.float64),
         weights_R=torch.tensor(list(weights.values()), dtype=torch.float64),
     )
 

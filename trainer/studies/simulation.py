@@ -108,7 +108,7 @@ def simulate(
     run = Run(
         config=short,
         learner=learner,
-        sampler=cast(SharedSampler, _Sampler(step, config.layout.dp_size, learner, num_kept=num_kept)),
+        sampler=cast(SharedSampler, _Sampler(step, learner, short, num_kept=num_kept)),
         weight_sync=cast(WeightSync, sync),
         checkpointer=Checkpointer(folder, short.checkpoint),
         recorder=Recorder(folder, "none", config.correction),
@@ -177,9 +177,10 @@ def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Ten
 class _Sampler:
     """Hands out one step's samples, the same on every rank."""
 
-    def __init__(self, step: MadeStep, dp_size: int, learner: Learner, *, num_kept: int = 0):
+    def __init__(self, step: MadeStep, learner: Learner, config: RunConfig, *, num_kept: int = 0):
         """num_kept: ids that the sampler kept for each token of a response; 0: it did not truncate."""
-        self._step, self._count = step, step.samples * step.microbatches * dp_size
+        self._step, self._count = step, step.samples * step.microbatches * config.layout.dp_size
+        self._parts = config.compared_parts or {}
         self._vocab_size = learner.engine.architecture.vocab_size
         self._num_kept = num_kept
 
@@ -213,7 +214,7 @@ class _Sampler:
             token_versions=np.zeros(length, dtype=VERSIONS),
             turns=[turn],
             reward=float(sibling % 2),
-            reward_parts={},
+            reward_parts=dict.fromkeys(self._parts, float(sibling % 2)),
             num_kept=num_kept,
             kept_ids=kept_ids,
         )

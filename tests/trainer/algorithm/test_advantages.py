@@ -265,22 +265,22 @@ def test_gdpo_by_hand():
         [[1, 1], [1, 0], [0, 1], [0, 0], [1, 1], [0, 0], [0, 0], [0, 0]], dtype=torch.float64
     )
     weights_R, groups_S = torch.tensor([1.5, 0.5]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    everyone_S = torch.ones(8, dtype=torch.bool)
     # Of two in four the deviation is 3 ** -0.5, so a part gives +-0.75 ** 0.5; of one in four it is 0.5: 1.5 and -0.5.
     sums = [2 * 0.75**0.5, 0.75**0.5, -(0.75**0.5), -2 * 0.75**0.5, 3.0, -1.0, -1.0, -1.0]
     deviation = (sum(x * x for x in sums) / 7) ** 0.5
-    found_S = gdpo(parts_SR, weights_R, groups_S, counts_S=everyone_S)
+    found_S = gdpo(parts_SR, weights_R, groups_S)
     assert found_S.tolist() == pytest.approx([x / deviation for x in sums], rel=1e-5)
-    left_out_S = gdpo(parts_SR, weights_R, groups_S, counts_S=torch.tensor([True] * 4 + [False] * 4))
+    left_out_S = gdpo(parts_SR, weights_R, torch.tensor([0, 0, 0, 0, -5, -6, -7, -8]))
     deviation = (sum(x * x for x in sums[:4]) / 3) ** 0.5
     assert left_out_S.tolist() == pytest.approx([*(x / deviation for x in sums[:4]), 0, 0, 0, 0], rel=1e-5)
 
 
 def test_gdpo_of_one_part_is_grpo_that_was_whitened_over_the_samples():
     rewards_S, groups_S = torch.randn(12, dtype=torch.float64), torch.arange(12) % 3
-    everyone_S = torch.ones(12, dtype=torch.bool)
-    found_S = gdpo(rewards_S[:, None], torch.tensor([7.0]), groups_S, counts_S=everyone_S)
-    expected_S = whiten(grpo(rewards_S, groups_S, normalize_by_std=True), everyone_S, alone)
+    found_S = gdpo(rewards_S[:, None], torch.tensor([7.0]), groups_S)
+    expected_S = whiten(
+        grpo(rewards_S, groups_S, normalize_by_std=True), torch.ones(12, dtype=torch.bool), alone
+    )
     torch.testing.assert_close(found_S, expected_S)
 
 
@@ -397,6 +397,19 @@ def test_groups_of_equal_rewards_are_packed_apart_where_they_learn_nothing(confi
     rewards_S, group_ids_S = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
     found = compute_advantages(batch, rewards_S, group_ids_S, config, penalty_T=penalty_T).advantages_T
     assert RunConfig.model_validate(run).packs_no_signal_apart == (not found[:5].any())
+
+
+def test_a_group_of_equal_rewards_with_different_parts_learns_by_gdpo():
+    run = {"model": {"path": "m"}, "task": {"type": "countdown"}, "advantage": {"type": "gdpo"}}
+    parts = {"a": {"type": "countdown"}, "b": {"type": "overlong", "buffer_tokens": 4}}
+    config = RunConfig.model_validate(run | {"reward": {"type": "weighted", "parts": parts}})
+    assert config.compared_parts == {"a": 1.0, "b": 1.0} and not config.packs_no_signal_apart
+    step = [Sample(group=g, score=0.0, mask=[True], penalties=[0.0], values=[0.0], parts=row)
+            for g, row in enumerate([[1.0, 0.0]] * 2)] + [
+            Sample(group=g, score=0.0, mask=[True], penalties=[0.0], values=[0.0], parts=row)
+            for g, row in enumerate([[0.0, 2.0], [1.0, 0.0]])]  # fmt: skip
+    first, second, third, fourth = compute(step, GDPO).advantages_T.tolist()
+    assert first != 0 != third and second == fourth == 0.0
 
 
 @settings(max_examples=60, deadline=None)

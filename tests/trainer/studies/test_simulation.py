@@ -81,7 +81,11 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
             budget=1024,
             **sizes,
         ),
-        "dense": small_config(small_model(folder / "dense")),
+        "dense": small_config(
+            small_model(folder / "dense"),
+            "advantage.type=gdpo",
+            "reward={type: weighted, parts: {right: {type: countdown}, short: {type: overlong, buffer_tokens: 4}}}",
+        ),
         "experts": small_config(small_model(folder / "experts", "qwen3_moe"), tp=2, sp=True, ep=2),
         "critic": small_config(
             small_model(folder / "critic"),
@@ -268,7 +272,8 @@ def test_what_a_rank_sends_is_the_plans_and_a_little_more(name, group, above, si
 def test_samples_share_no_prompt_where_the_vocabulary_is_smaller_than_their_number():
     step = MadeStep(microbatches=2, samples=4, places=6, response=3)
     learner: Any = SimpleNamespace(engine=SimpleNamespace(architecture=SimpleNamespace(vocab_size=3)))
-    (group,) = _Sampler(step, 1, learner).next_groups().groups
+    config: Any = SimpleNamespace(layout=SimpleNamespace(dp_size=1), compared_parts=None)
+    (group,) = _Sampler(step, learner, config).next_groups().groups
     assert len({trajectory.turns[0].prompt_digest for trajectory in group.trajectories}) == 8
 
 
