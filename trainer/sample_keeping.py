@@ -26,7 +26,7 @@ from trainer.tracking.samples import (
     STEP,
     Sample,
     as_lines,
-    of_groups,
+    of_evaluation,
     sample_file,
     samples_of,
 )
@@ -84,7 +84,7 @@ class SampleKeeper:
     def keep_evaluation(self, step: int, result: EvaluationResult | None, version: int) -> None:
         """Of the evaluation after this step, on the rank that has its result."""
         if self._tracker is not None and result is not None and result.groups:
-            samples = of_groups(result.groups, step=step, version=version)
+            samples = of_evaluation(result, step=step, version=version)
             self._write(self._tracker, samples, EVALUATION, step, to_mlflow=True)
 
     def _write(

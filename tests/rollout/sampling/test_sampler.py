@@ -777,6 +777,7 @@ def test_an_evaluation_keeps_the_samples_of_the_first_problems_of_each_set(token
         for name in (f"{kind}0", f"{kind}1")
     ]
     assert [group.prompt_id for group in result.groups] == names
+    assert result.groups_from == [None] * 4 + ["other"] * 4
     answered = {(tuple(prompt), seed, temperature) for prompt, seed, temperature in engine.calls}
     for group in result.groups:
         temperature, count = (0.0, 1) if "temperature" in group.prompt_id else (1.0, 2)
@@ -791,7 +792,7 @@ def test_an_evaluation_keeps_the_samples_of_the_first_problems_of_each_set(token
             ]
             assert set(sample.token_versions[sample.response_mask]) == {7}
     whole = asyncio.run(make_sampler(tokenizer, **options).evaluate())
-    assert result == whole and whole.groups == []
+    assert result == whole and whole.groups == whole.groups_from == []
     everything = asyncio.run(make_sampler(tokenizer, kept_problems=99, **options).evaluate()).groups
     rewards = [t.reward for group in everything[:4] for t in group.trajectories]
     assert len(everything) == 2 * (4 + 3) and sum(rewards) / len(rewards) == pytest.approx(whole.reward_mean)
