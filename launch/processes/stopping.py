@@ -38,11 +38,9 @@ LOOK_EVERY_S = 0.5
 CAUSE_TIMEOUT_S = 10.0
 """Time for a role to notice that one of its processes is dead, after the learner has lost it."""
 LOST_THE_ROLLOUT = (
-    "ControlError:", "WeightSyncError:", "SamplingError:", "SampleRoleLost:", "GenerationError:", "RolloutError:",
+    "ControlError:", "WeightSyncError:", "SamplingError: the sample role ", "SampleRoleLost:", "GenerationError:", "RolloutError:",
 )  # fmt: skip
-"""How a learner's error begins if the rollout side has failed."""
-OWN_ERROR = "the sample role failed: SamplingError:"
-"""Beginning of the learner's error if the sample role runs and has reported an error."""
+"""How a learner's error begins if the rollout side has failed. Other SamplingErrors are of a sample role that runs."""
 TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
 """torchrun's output when it gets SIGTERM itself."""
 SIGTERM_TO_RANK = "SIGTERM to learner rank"
@@ -237,9 +235,8 @@ def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]
         yield
     except RoleFailed as loss:
         text = error_text(folder.error("learn"))
-        is_loss = text.startswith(LOST_THE_ROLLOUT) and OWN_ERROR not in text
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
-        while is_loss and time.monotonic() < deadline:
+        while text.startswith(LOST_THE_ROLLOUT) and time.monotonic() < deadline:
             try:
                 supervisor.check(may_end=("sample",), but_not=names)
             except RoleFailed as cause:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
@@ -319,6 +320,27 @@ def test_a_learner_that_has_lost_a_server_is_not_named_in_its_place(folder, monk
     told = r"(?s)the serve role ended with exit code 1.*replica 0 \(pid 7\) was killed.*learner ended because of it: ControlError: refused"
     with pytest.raises(RoleFailed, match=told):
         supervise(folder, learner, dies)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        ("SamplingError: the rewards of all 8 samples failed", False),
+        ("SamplingError: the sample role failed: GenerationError: 3 attempts failed", True),
+        ("SamplingError: the sample role at tcp://a:1 did not answer NextGroups in 9 s", True),
+        ("SampleRoleLost: the sample role is gone", True),
+    ],
+)
+def test_a_cause_is_looked_for_unless_the_sample_role_runs_and_has_said_what_is_wrong(
+    folder, monkeypatch, error, is_loss
+):
+    monkeypatch.setattr(stopping, "CAUSE_TIMEOUT_S", 0.05)
+    folder.roles.mkdir(exist_ok=True)
+    folder.error("learn").write_text(error)
+    supervisor = Mock()
+    with pytest.raises(RoleFailed, match="as it was"), stopping._cause_named(supervisor, folder, ["learn"]):
+        raise RoleFailed("as it was")
+    assert supervisor.check.called == is_loss
 
 
 AGENT = "ready(); os.kill(os.getpid(), signal.SIGTERM); stop(); {says}; sys.exit(1)"

@@ -1423,7 +1423,7 @@ def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatc
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
     engine = FakeEngine(fail=lambda prompt_ids, seed: True)
     remote = served(make_sampler(tokenizer, engine=engine))
-    with pytest.raises(SamplingError, match="GenerationError: asked to fail"):
+    with pytest.raises(SamplingError, match=r"^the sample role failed: GenerationError: asked to fail"):
         remote.next_groups(1, newest=0, max_staleness=0)
     with pytest.raises(SamplingError, match="9 training prompts"):
         remote.load_state({"position": 0, "num_prompts": 9})
@@ -1431,6 +1431,14 @@ def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tok
         remote.load_state({"position": "x"})
     engine.fail = lambda prompt_ids, seed: False
     assert len(remote.next_groups(1, newest=0, max_staleness=0)[0]) == 1
+
+
+def test_an_error_of_sampling_itself_is_the_learners_too(tokenizer, served):
+    with pytest.raises(SamplingError, match=r"^the rewards of all") as own:
+        next_groups(make_sampler(tokenizer, scorer=LengthScorer("")), 2)
+    with pytest.raises(SamplingError) as learners:
+        served(make_sampler(tokenizer, scorer=LengthScorer(""))).next_groups(2, newest=0, max_staleness=0)
+    assert str(learners.value) == str(own.value)
 
 
 def test_a_reward_model_that_is_gone_reaches_the_learner_as_a_failure(tokenizer, served):
