@@ -32,6 +32,7 @@ from pathlib import Path
 
 from launch.processes.run_folder import RunFolder, error_text, read_present, write_json
 from launch.processes.supervisor import AGENT_LINES, POLL_S, RoleFailed, Supervisor
+from trainer.file_system import way_to_write
 
 LOOK_EVERY_S = 0.5
 """Seconds between looks at the run folder, which may be on a shared file system."""
@@ -188,8 +189,8 @@ class _Request:
         except OSError as error:
             if not self._has_told:
                 where = f"the request cannot be written into {self._folder.roles} ({error.strerror})"
-                wait = "the request is written once there is some, and until then the run continues"
-                print(f"{where}; free space there: {wait}", flush=True)
+                wait = "the request is then written, and until then the run continues"
+                print(f"{where}; {way_to_write(error)}: {wait}", flush=True)
             self._has_told = True
 
 

@@ -99,18 +99,21 @@ def test_a_signal_is_passed_on_and_the_learner_ends_by_itself(folder, number, ca
     assert signal.getsignal(number) is before
 
 
-def test_a_request_that_finds_no_space_is_written_once_there_is_some(folder, monkeypatch, capsys):
-    answers = [OSError(errno.ENOSPC, "No space left on device")] * 3
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "free space"), (errno.EROFS, "make the folder writable")]
+)
+def test_a_request_that_cannot_be_written_is_written_once_it_can(folder, monkeypatch, capsys, number, fix):
+    answers = [OSError(number, os.strerror(number))] * 3
 
-    def write_where_there_is_space(path: Path, content: dict) -> None:
+    def write_where_possible(path: Path, content: dict) -> None:
         if answers:
             raise answers.pop()
         write_json(path, content)
 
-    monkeypatch.setattr(stopping, "write_json", write_where_there_is_space)
+    monkeypatch.setattr(stopping, "write_json", write_where_possible)
     outcome = supervise(folder, "ready(); supervisor(signal.SIGTERM); stop()")
     assert outcome == Stopped(step=3, reason="SIGTERM") and not answers
-    told = f"the request cannot be written into {folder.roles} (No space left on device); free space"
+    told = f"the request cannot be written into {folder.roles} ({os.strerror(number)}); {fix}: "
     assert capsys.readouterr().out.count(told) == 1
 
 
