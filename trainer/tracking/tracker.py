@@ -109,6 +109,7 @@ class Tracker:
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._time_left.after(step, now, values))
         self._print_alarms(step, metrics)
+        self._warn_of("MLflow", self._mlflow.problem)
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.problem())
 
@@ -179,6 +180,7 @@ class Tracker:
         for publisher in self._publishers:
             publisher.tell(status)
         self._mlflow.finish(status, patience_s)
+        self._warn_of("MLflow", self._mlflow.problem)
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.finish(deadline))
         self._console.close()
