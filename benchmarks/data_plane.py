@@ -390,7 +390,8 @@ class Rank:
         if rank == 0:
             key = run_key(run / "key.yaml")
             remote = RemoteSampler(peers["address"], timeout_s=3600, key=key)
-            self._control = SGLangControl(plan["urls"], tensor_parallel=1, timeout_s=60, key=key)
+            config = config_of(plan)
+            self._control = SGLangControl(config.rollout, config.launch, plan["urls"], key=key)
             self._control.group_name = "simulated"
         self._sampler = SharedSampler(remote)
 

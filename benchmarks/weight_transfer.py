@@ -230,9 +230,10 @@ def served(model: Path, scratch: Path, given) -> Iterator["SGLangControl"]:
     from rollout.servers.control import SGLangControl
 
     rollout = {"dtype": given.dtype, "max_total_tokens": 4096, "tp": given.tp}
-    config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
+    launch = {"collective_timeout_s": TIMEOUT_S}
+    config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout, launch=launch)
     with serving(config, scratch / "logs") as (fleet, key):
-        yield SGLangControl(fleet.urls, tensor_parallel=given.tp, timeout_s=TIMEOUT_S, key=key)
+        yield SGLangControl(config.rollout, config.launch, fleet.urls, key=key)
 
 
 class Receivers:

@@ -1,7 +1,6 @@
 """Resumable checkpoints of a run: engine state (weights, optimizer, schedule, RNG) with the step, version and
 data position."""
 
-import errno
 import json
 import math
 import time
@@ -26,7 +25,7 @@ from parallel.checkpoints.files import (
     valid_checkpoints,
 )
 from parallel.rank_objects import from_first_rank
-from trainer.file_system import SHARED_FOLDER_S, write_whole
+from trainer.file_system import NO_SPACE, SHARED_FOLDER_S, write_whole
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 from trainer.tracking.held_out import is_sound
@@ -187,7 +186,7 @@ class Checkpointer:
             try:
                 write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode(), flush=True)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in NO_SPACE:
                     raise
                 return (
                     f"could not write {error.filename}: {error.strerror}; free space: the run continues, checkpoints stay, "

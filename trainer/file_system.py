@@ -14,8 +14,14 @@ import yaml
 
 from configs.reading.files import text_of
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 SHARED_FOLDER_S = 60.0
 """Delay of files of another node: NFS clients may show an old file, or miss a new one, for this long."""
+
+
+def way_to_write(error: OSError) -> str:
+    """What a user does about a write that failed."""
+    return "free space" if error.errno in NO_SPACE else "make the folder writable"
 
 
 def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:

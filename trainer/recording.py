@@ -24,7 +24,7 @@ from parallel.packing import PackedBatch
 from trainer.algorithm.correction import scored_old
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.batch.step_batch import StepBatch
-from trainer.file_system import write_whole
+from trainer.file_system import way_to_write, write_whole
 
 if TYPE_CHECKING:
     from trainer.learner import Learner
@@ -133,7 +133,7 @@ def write_batch(path: Path, batch: RecordedBatch) -> None:
     try:
         write_whole(path, save(tensors, metadata={**about, "sha256": _digest(about, tensors)}))
     except OSError as error:
-        message = f"the batch of step {batch.step} cannot be recorded ({error.strerror}); free space, or set record_batches=none"
+        message = f"the batch of step {batch.step} cannot be recorded ({error.strerror}); {way_to_write(error)}, or set record_batches=none"
         raise OSError(error.errno, message, str(path)) from error
 
 

@@ -18,7 +18,7 @@ from parallel.megatron import platform
 from rollout.records import Group
 from rollout.sampling.messages import EvaluationResult
 from trainer.batch.step_batch import StepBatch
-from trainer.file_system import write_whole
+from trainer.file_system import way_to_write, write_whole
 from trainer.learner import Learner
 from trainer.tracking.samples import (
     EVALUATION,
@@ -26,7 +26,7 @@ from trainer.tracking.samples import (
     STEP,
     Sample,
     as_lines,
-    of_groups,
+    of_evaluation,
     sample_file,
     samples_of,
 )
@@ -84,7 +84,7 @@ class SampleKeeper:
     def keep_evaluation(self, step: int, result: EvaluationResult | None, version: int) -> None:
         """Of the evaluation after this step, on the rank that has its result."""
         if self._tracker is not None and result is not None and result.groups:
-            samples = of_groups(result.groups, step=step, version=version)
+            samples = of_evaluation(result, step=step, version=version)
             self._write(self._tracker, samples, EVALUATION, step, to_mlflow=True)
 
     def _write(
@@ -94,7 +94,7 @@ class SampleKeeper:
         try:
             write_whole(file, as_lines(samples))
         except OSError as error:
-            fix = "free space, or set tracking.sample_groups=0 and tracking.evaluation_problems=0"
+            fix = f"{way_to_write(error)}, or set tracking.sample_groups=0 and tracking.evaluation_problems=0"
             text = f"the samples of {of} {step} cannot be written to {file} ({error.strerror}); {fix}"
             tracker.warn_once("samples", text)
             return

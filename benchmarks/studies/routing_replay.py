@@ -91,7 +91,7 @@ def sample_interrupted(folder: Path, newer: Path, logs: Path, *, prompts: int) -
     asked = made_up_prompts(prompts)
     with (
         serving(config, logs) as (fleet, key),
-        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120, key=key) as control,
+        SGLangControl(config.rollout, config.launch, fleet.urls, key=key) as control,
     ):
         client = {"experts": architecture_of(folder).experts, "key": key}
         with ThreadPoolExecutor(1) as thread:

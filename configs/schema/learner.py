@@ -23,7 +23,7 @@ class OptimizerConfig(Schema):
     lr: LearningRate = 1e-6
     """Learning rate, after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of a schedule that decays."""
+    """Learning rate that a schedule which decays would reach after the last optimizer step; that step's own is above it."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Decay from ``lr`` to ``min_lr`` over the run: none, along a cosine, or along a line."""
     warmup_steps: NonNegativeInt = 0

@@ -305,7 +305,7 @@ RewardOfAll = Annotated[SingleReward | WeightedReward, Field(discriminator="type
 
 class RewardByField(Schema):
     """A separate reward for each source of the data, chosen by a field of the prompts' records.
-    ``reward/part/SOURCE`` is the mean over the responses to a source's prompts, and
+    ``reward/part/SOURCE`` is the mean over the responses to a source's prompts, before the reward's own ``weight``, and
     ``reward/part/SOURCE/NAME`` the mean of a part of its reward."""
 
     type: Literal["by_field"]

@@ -1,7 +1,7 @@
 """Renders conversations of the data before anything starts, by the chat templates of all models that will read them, and
 counts their tokens."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,25 +58,38 @@ def _conversation_error(
     from rollout.tokenization import render_chat
     from rollout.tokenizer_files import template_name
 
-    trial = [
+    trial: list[Message] = [
         {**message, "content": f"7 + {place} = ?"} if message["role"] in ("system", "user") else dict(message)
         for place, message in enumerate(messages_of(prompt))
     ]
     tools = prompt.tools if isinstance(prompt, WithTools) else ()
+    render = partial(render_chat, tokenizer, tools=tools, arguments=arguments, header=True)
     named = f"a conversation of {', '.join(message['role'] for message in trial)}"
     try:
-        text = render_chat(tokenizer, trial, tools, arguments, header=True)
+        text = render(trial)
     except ValueError as error:
         return f"{named}: {error}{fix}"
     name = template_name(tokenizer)
     for place, message in enumerate(trial):
         if message["role"] in ("system", "user") and message["content"] not in text:
             return f"{named}: {name} leaves out message {place + 1}, of role {message['role']}{fix}"
+        if message.get("tool_calls") and not _reads_calls(render, trial, place):
+            way = "use a template that writes them, or write them into the message's content"
+            return f"{named}: {name} leaves out the tool calls of message {place + 1}; {way}"
     for tool in tools:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or str(function.get("name", tool)) not in text:
             return f"{named}: {name} leaves out the tools; describe them in a message and remove tools_field"
     return None
+
+
+def _reads_calls(render: Callable[["list[Message]"], str], messages: "list[Message]", place: int) -> bool:
+    """Whether the text of a conversation depends on the tool calls of the message at ``place``."""
+    bare = {key: value for key, value in messages[place].items() if key != "tool_calls"}
+    try:
+        return render([*messages[:place], bare, *messages[place + 1 :]]) != render(messages)
+    except ValueError:  # the template refuses the message without them
+        return True
 
 
 def _response_error(

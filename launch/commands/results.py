@@ -63,20 +63,25 @@ def _best_step(folder: RunFolder) -> int:
     except ValueError as error:
         raise BadInput(f"--best: {error}; leave --best out") from error
     if step is None:
-        error = f"--best: {folder.path} has no best checkpoint"
-        raise BadInput(f"{error}; {_why_no_best(folder)}leave --best out")
+        raise BadInput(f"--best: {_no_best(folder)}; leave --best out")
     if wrong := missing(step_folder(folder.checkpoints, step)):
         raise BadInput(f"--best: the checkpoint of step {step} is not complete ({wrong}); leave --best out")
     return step
 
 
-def _why_no_best(folder: RunFolder) -> str:
+def _no_best(folder: RunFolder) -> str:
+    """That the run has no best checkpoint, and why."""
     config = load_config(folder.config) if folder.config.is_file() else None
-    if not isinstance(config, RunConfig) or config.checkpoint.keep_best is None:
-        return "train with checkpoint.keep_best=eval/accuracy, or "
-    most = config.alarms.reward_failed_max
-    where = "" if most is None else f" where at most {most} of the rewards failed (alarms.reward_failed_max)"
-    return f"checkpoint.keep_best={config.checkpoint.keep_best} has found no evaluation after a step{where}; "
+    reason = "its config names no checkpoint.keep_best, such as eval/accuracy"
+    if isinstance(config, RunConfig) and config.checkpoint.keep_best is not None:
+        most = config.alarms.reward_failed_max
+        where = (
+            "" if most is None else f" where at most {most} of the rewards failed (alarms.reward_failed_max)"
+        )
+        reason = (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} has found no evaluation after a step{where}"
+        )
+    return f"{folder.path} has no best checkpoint, since {reason}"
 
 
 def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) -> int | None:

@@ -123,7 +123,8 @@ def transcript(
         parts = stretches(sample, decode)
         if sample.group != group:
             group, prompt = sample.group, beginning(sample)
-            yield Text(f"\n━━ group {group}, prompt {visible(sample.prompt_id)}", TITLE)
+            heldout_set = f", held-out set {sample.heldout_set}" if sample.heldout_set else ""
+            yield Text(f"\n━━ group {group}, prompt {visible(sample.prompt_id)}{heldout_set}", TITLE)
             if parts and parts[0].turn is None:
                 yield Text(parts[0].text, OBSERVED)
         yield Text(f"\n── {sample.name}: {outcome(sample)}", TITLE)

@@ -219,7 +219,7 @@ def evaluate(
     summary, text = _evaluation_summary(result, config.model.path)
     write_json(folder.summary, summary, flush=True)
     print(f"{text}; {folder.summary}", flush=True)
-    if kept := samples.of_groups(result.groups, step=0, version=0):
+    if kept := samples.of_evaluation(result, step=0, version=0):
         write_whole(samples.sample_file(folder.samples, 0, samples.EVALUATION), samples.as_lines(kept))
         print(f"samples: `{tandem_command('samples', folder.path)}`", flush=True)
     return result.accuracy

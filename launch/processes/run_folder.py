@@ -41,9 +41,11 @@ from launch.processes.started_by import record_command
 from parallel.checkpoints import files as checkpoints
 from rollout.run_key import RunKey, run_key
 from rollout.terminal_text import visible
-from trainer.file_system import read_file, write_whole
+from trainer.file_system import NO_SPACE, read_file, write_whole
 
 KEY = "key.yaml"
+SPACE_S = 1.0
+"""Interval of attempts to write on a full disk."""
 Content = TypeVar("Content")
 
 
@@ -208,9 +210,26 @@ class RunFolder:
             self._held.pop().close()
         return self.path
 
-    def announce(self, role: str, address: dict) -> None:
-        """Tell the other roles where ``role`` listens. The file appears complete or not at all."""
-        write_json(self.address(role), address)
+    def announce(self, role: str, address: dict, *, gives_up: Callable[[], bool] = lambda: True) -> None:
+        """Tell the other roles where ``role`` listens. The file appears complete or not at all.
+
+        gives_up: asked while the disk is full; the error is raised once it says so. A role that is started again during a run
+        waits for space: its learner continues once there is some.
+        """
+        has_told = False
+        while True:
+            try:
+                return write_json(self.address(role), address)
+            except OSError as error:
+                if error.errno not in NO_SPACE or gives_up():
+                    raise
+            if not has_told:
+                print(
+                    f"{self.roles} has no space for the address of {role}; it is written once there is some",
+                    flush=True,
+                )
+            has_told = True
+            time.sleep(SPACE_S)
 
     def read_address(self, role: str) -> dict | None:
         """What ``role`` has announced; None if it has not. Raises what ``read_present`` raises."""

@@ -32,17 +32,16 @@ from pathlib import Path
 
 from launch.processes.run_folder import RunFolder, error_text, read_present, write_json
 from launch.processes.supervisor import AGENT_LINES, POLL_S, RoleFailed, Supervisor
+from trainer.file_system import way_to_write
 
 LOOK_EVERY_S = 0.5
 """Seconds between looks at the run folder, which may be on a shared file system."""
 CAUSE_TIMEOUT_S = 10.0
 """Time for a role to notice that one of its processes is dead, after the learner has lost it."""
 LOST_THE_ROLLOUT = (
-    "ControlError:", "WeightSyncError:", "SamplingError:", "SampleRoleLost:", "GenerationError:", "RolloutError:",
+    "ControlError:", "WeightSyncError:", "SamplingError: the sample role ", "SampleRoleLost:", "GenerationError:", "RolloutError:",
 )  # fmt: skip
-"""How a learner's error begins if the rollout side has failed."""
-OWN_ERROR = "the sample role failed: SamplingError:"
-"""Beginning of the learner's error if the sample role runs and has reported an error."""
+"""How a learner's error begins if the rollout side has failed. Other SamplingErrors are of a sample role that runs."""
 TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
 """torchrun's output when it gets SIGTERM itself."""
 SIGTERM_TO_RANK = "SIGTERM to learner rank"
@@ -190,8 +189,8 @@ class _Request:
         except OSError as error:
             if not self._has_told:
                 where = f"the request cannot be written into {self._folder.roles} ({error.strerror})"
-                wait = "the request is written once there is some, and until then the run continues"
-                print(f"{where}; free space there: {wait}", flush=True)
+                wait = "the request is then written, and until then the run continues"
+                print(f"{where}; {way_to_write(error)}: {wait}", flush=True)
             self._has_told = True
 
 
@@ -237,9 +236,8 @@ def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]
         yield
     except RoleFailed as loss:
         text = error_text(folder.error("learn"))
-        is_loss = text.startswith(LOST_THE_ROLLOUT) and OWN_ERROR not in text
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
-        while is_loss and time.monotonic() < deadline:
+        while text.startswith(LOST_THE_ROLLOUT) and time.monotonic() < deadline:
             try:
                 supervisor.check(may_end=("sample",), but_not=names)
             except RoleFailed as cause:

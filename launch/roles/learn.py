@@ -134,7 +134,7 @@ def build_run(
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     control_of = partial(
-        SGLangControl.of, config.rollout, config.launch, key=folder.run_key(), needs_experts=config.learner.routing == "rollout"
+        SGLangControl, config.rollout, config.launch, key=folder.run_key(), needs_experts=config.learner.routing == "rollout"
     )  # fmt: skip
     learner, remote, control = learner_and_rollout(folder, config, control_of)
     turns = SharedDevices(learner, control) if config.launch.takes_turns else OwnDevices()

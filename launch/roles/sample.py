@@ -33,7 +33,8 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None]) -
 
     def announce(address: str) -> None:
         cancel_at_sigterm()  # not earlier: the start waits for servers outside of the event loop, where it has no effect
-        folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
+        about = {"address": address, "pid": os.getpid(), "host": socket.gethostname()}
+        folder.announce("sample", about, gives_up=end.has_come)
 
     try:
         policy, host = architecture_of(config.model.path), own_address(config.launch.nodes)

@@ -55,7 +55,7 @@ def serve(folder: RunFolder, config: RunConfig, doing: Callable[[str], None], *,
         timeout_s = config.rollout.server_start_timeout_s
         fleet.wait_healthy(timeout_s, print, should_stop=lambda: stop.is_set() or is_over())
         if not stop.is_set() and not is_over():
-            announce(folder, name, fleet)
+            announce(folder, name, fleet, stop, is_over)
             is_announced = True
             doing("serving")
             restarts = config.rollout.max_server_restarts if config.servers_may_restart else 0
@@ -97,20 +97,23 @@ def watch(
         if restarts <= 0:
             fleet.poll()
         elif fleet.note_ended():
-            announce(folder, name, fleet)  # first, because cleaning up after a server may take long
+            announce(folder, name, fleet, stop, is_over)  # first: cleaning up after a server may take long
             deaths = fleet.restart_ended(most=restarts)
             restarts -= len(deaths)
             for death in deaths:
                 print(f"restarted (restarts left: {restarts}): {death}", flush=True)
         if back := fleet.look_at_restarted():
-            announce(folder, name, fleet)
+            announce(folder, name, fleet, stop, is_over)
             text = "are ready again, and wait for the next weight update"
             print(f"SGLang replicas {back} {text}", flush=True)
 
 
-def announce(folder: RunFolder, name: str, fleet: "ServerFleet") -> None:
+def announce(
+    folder: RunFolder, name: str, fleet: "ServerFleet", stop: threading.Event, is_over: Callable[[], bool]
+) -> None:
     about = {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()}
-    folder.announce(name, about | {"lives": fleet.lives()})
+    about |= {"lives": fleet.lives()}
+    folder.announce(name, about, gives_up=lambda: stop.is_set() or is_over())
 
 
 def is_superseded(folder: RunFolder, name: str) -> bool:

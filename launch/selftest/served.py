@@ -61,7 +61,7 @@ class Joined:
 def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
     """On one GPU, learner and server take turns as in a colocated run, and the server first gets the learner's weights."""
     control, key = _control(config, request)
-    control_of = partial(SGLangControl.of, config.rollout, config.launch, key=key)
+    control_of = partial(SGLangControl, config.rollout, config.launch, key=key)
     is_shared = config.launch.takes_turns
     with control:
         if is_shared:
@@ -79,7 +79,7 @@ def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
 
 def _control(config: RunConfig, request: Mapping[str, Any]) -> tuple[SGLangControl, RunKey]:
     key = run_key(Path(request["key_file"]))
-    return SGLangControl.of(config.rollout, config.launch, request["urls"], key=key), key
+    return SGLangControl(config.rollout, config.launch, request["urls"], key=key), key
 
 
 def engines(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:

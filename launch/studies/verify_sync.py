@@ -199,11 +199,11 @@ def _fleets(
             what="the SGLang servers to be ready",
             timeout_s=base.launch.start_timeout_s,
         )
-        timeout_s, controls = base.launch.collective_timeout_s, {}
+        controls = {}
         for tp, folder in folders.items():
             urls, key = read_servers(folder, [ONE_MACHINE]), folder.run_key()
-            control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
-            controls[tp] = connections.enter_context(control)
+            rollout = base.rollout.model_copy(update={"tp": tp})
+            controls[tp] = connections.enter_context(SGLangControl(rollout, base.launch, urls, key=key))
         yield controls
 
 
@@ -366,7 +366,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     for servers in read_required(folder.request)["servers"]:
         rollout = config.rollout.model_copy(update={"tp": servers["tp"]})
         key = run_key(Path(servers["key_file"]))
-        control_of = partial(SGLangControl.of, rollout, config.launch, key=key)
+        control_of = partial(SGLangControl, rollout, config.launch, key=key)
         control = control_of(servers["urls"]) if learner.is_first_rank else None
         learner.version = 0
         sync = WeightSync(learner, control, rollout, config.launch, control_of=control_of)

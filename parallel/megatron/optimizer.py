@@ -81,15 +81,19 @@ def gradient_buffers(trained: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at
-    step n. The schema has warm-ups end before that."""
-    decay_steps = max(total_steps, config.warmup_steps + 1)
+    """Step k of n (from 1) runs at lr k / warmup while warming up. A decaying schedule would reach min_lr at step n + 1: at
+    step n the default min_lr, 0, would teach nothing. The schema has warm-ups end before that.
+
+    These are the rates of Megatron-LM and transformers, but for their first step of a warm-up, which has rate 0.
+    """
+    warmup_steps = max(config.warmup_steps, 1)  # the first step has lr
+    decay_steps = max(total_steps, warmup_steps) + 1
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
+        lr_warmup_steps=warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,

@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_ERRORS = 20
-"""Failures that are logged one by one; the metrics count all of them."""
+"""Failures of each source that are logged one by one; the metrics count all of them."""
 MOST_DEFAULT_WORKERS = 32
 """Upper limit of the default. Each worker is a Python process with all imports of the user's module."""
 
@@ -158,7 +159,8 @@ class Scorer:
         """The rewards of ``_parts``."""
         self._models: list[ServedReward] = []
         self._exits = AsyncExitStack()
-        self._num_errors = 0
+        self._num_errors = Counter[str | None]()
+        """By source."""
 
     def source_name(self, prompt: Prompt) -> str | None:
         """The name of the prompt's source in metrics; None if one reward scores all prompts."""
@@ -240,7 +242,7 @@ class Scorer:
         ``error`` names the reason and the prompt: the sample is not scored. ``correct`` is True if the
         deciding part (see ``WeightedReward``) was scored with at least 1. With ``RewardByField`` the name of
         the prompt's source stands before all names of parts and, unless the reward failed, is itself a part:
-        the reward's value.
+        the reward's value, unweighted too.
 
         Raises:
             ValueError: the prompt has no source. A check before the start refuses such data.
@@ -265,40 +267,43 @@ class Scorer:
         scores = dict(zip(parts, results, strict=True))
         for field, score in scores.items():
             if score.error is not None:
-                scores[field] = self._report_failure(score, parts[field], prompt)
+                scores[field] = self._report_failure(score, parts[field], prompt, source)
         errors = [score.error for score in scores.values() if score.error is not None]
         deciding = scores[self._deciding[source]]
         value = sum(parts[field].weight * score.value for field, score in scores.items())
-        named = self._named_parts(source, scores)
-        if (name := self._names.get(source)) is not None:
-            of_source = {} if errors else {name: value}
-            named = of_source | {f"{name}/{part}": number for part, number in named.items()}
         return Score(
             value=value,
-            parts=named,
+            parts=self._named_parts(source, scores, value),
             correct=deciding.error is None and deciding.value >= 1.0,
             error="; ".join(errors) or None,
         )
 
-    def _named_parts(self, source: str | None, scores: dict[str, Score]) -> dict[str, float]:
+    def _named_parts(self, source: str | None, scores: dict[str, Score], value: float) -> dict[str, float]:
         reward = self._config
         if isinstance(reward, RewardByField):
             reward = reward.rewards[str(source)]
-        if reward.type != "weighted":
+        if reward.type == "weighted":
+            named: dict[str, float] = {}
+            for name, score in zip(reward.parts, scores.values(), strict=True):
+                named[name] = score.value
+                named |= {f"{name}/{own}": number for own, number in score.parts.items()}
+        else:
             (score,) = scores.values()
-            return score.parts
-        named: dict[str, float] = {}
-        for name, score in zip(reward.parts, scores.values(), strict=True):
-            named[name] = score.value
-            named |= {f"{name}/{own}": value for own, value in score.parts.items()}
-        return named
+            named, value = score.parts, score.value
+        if (of := self._names.get(source)) is None:
+            return named
+        has_failed = any(score.error is not None for score in scores.values())
+        return ({} if has_failed else {of: value}) | {
+            f"{of}/{part}": number for part, number in named.items()
+        }
 
-    def _report_failure(self, score: Score, part: RewardPart, prompt: Prompt) -> Score:
+    def _report_failure(self, score: Score, part: RewardPart, prompt: Prompt, source: str | None) -> Score:
         name = part.function if part.type == "function" else part.type
         score = replace(score, error=f"reward {name} failed for prompt {prompt.prompt_id}: {score.error}")
-        self._num_errors += 1
-        if self._num_errors <= MAX_LOGGED_ERRORS:
-            last = " (further failures are only counted)" if self._num_errors == MAX_LOGGED_ERRORS else ""
+        self._num_errors[source] += 1
+        if self._num_errors[source] <= MAX_LOGGED_ERRORS:
+            is_last = self._num_errors[source] == MAX_LOGGED_ERRORS
+            last = " (further failures are only counted)" if is_last else ""
             logger.warning("%s; not scored%s", score.error, last)
         return score
 

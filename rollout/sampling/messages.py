@@ -122,6 +122,8 @@ class EvaluationResult:
     """Results by the name of the problems' source, if each source has its own reward."""
     groups: list[Group] = field(default_factory=list, compare=False)
     """Samples of the first problems of each set, to look at. Only the whole result has them."""
+    groups_from: list[str | None] = field(default_factory=list, compare=False)
+    """The name of the further held-out set that each of ``groups`` is from; None: from the main one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

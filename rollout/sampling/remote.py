@@ -154,7 +154,7 @@ class RemoteSampler(AbstractContextManager["RemoteSampler"]):
             raise
         reply = decode_reply(channel.recv())
         if isinstance(reply, Failure):
-            raise SamplingError(f"the sample role failed: {reply.message}")
+            raise SamplingError(reply.message)
         if not isinstance(reply, expected):
             raise SamplingError(
                 f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of the same version?"

@@ -299,4 +299,5 @@ async def _reply_to(sampler: GroupSampler, request: Request) -> Reply:
                 return Done()
     except (GenerationError, SamplingError, WorkerStartError, RewardModelError, ValueError) as error:
         logger.error("%s failed: %s", type(request).__name__, error)
-        return Failure(f"{type(error).__name__}: {error}")
+        is_own = isinstance(error, SamplingError)  # as which the learner raises every failure
+        return Failure(str(error) if is_own else f"the sample role failed: {type(error).__name__}: {error}")

@@ -202,12 +202,14 @@ class GroupSampler:
         if not self._task.heldout:
             return None
         config, most = self._evaluation, self._evaluation.max_prompts
+        names = [None, *self._task.heldout_sets]
         sets = [
             choose_heldout(heldout, most)
             for heldout in (self._task.heldout, *self._task.heldout_sets.values())
         ]
         ways = [(config.samples_per_prompt, config.temperature)] + [(1, 0.0)] * config.greedy
         asked = [(prompt, *way) for prompts in sets for way in ways for prompt in prompts]
+        set_of = [name for name, prompts in zip(names, sets, strict=True) for _ in ways for _ in prompts]
         to_keep = {prompt.prompt_id for prompts in sets for prompt in prompts[: self._kept_problems]}
         kept: dict[int, Group] = {}
         # All at once, so that the servers never wait for the last samples of one set or way.
@@ -236,6 +238,7 @@ class GroupSampler:
             sources=sources,
             first_failure=next(iter(failures), None),
             groups=[kept[number] for number in sorted(kept)],
+            groups_from=[set_of[number] for number in sorted(kept)],
         )
 
     async def _graded(

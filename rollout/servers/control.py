@@ -39,7 +39,6 @@ from pathlib import Path
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.client import GenerationError
-from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.answers import (
@@ -98,19 +97,18 @@ class Pending:
 
 
 class SGLangControl(AbstractContextManager["SGLangControl"]):
-    """Control of all replicas at once, for one thread. A call raises ControlError after ``timeout_s``.
+    """Control of all replicas of a run at once, for one thread. A call raises ControlError after ``launch.patience_s``.
 
     needs_experts: whether ``require_plugin`` refuses servers that capture no routed experts.
     """
 
     def __init__(
         self,
+        rollout: RolloutConfig,
+        launch: LaunchConfig,
         urls: Sequence[str],
         *,
-        tensor_parallel: int,
-        timeout_s: float,
         key: RunKey,
-        peer_timeout_s: float = PEER_TIMEOUT_S,
         needs_experts: bool = False,
     ) -> None:
         if not urls:
@@ -121,33 +119,12 @@ class SGLangControl(AbstractContextManager["SGLangControl"]):
         self.group_name: str | None = None
         self._is_open = [False] * len(self.urls)
         """Per replica: whether another learner opened an update and never closed it."""
-        self._tensor_parallel = tensor_parallel
-        self._timeout_s = timeout_s
+        self._tensor_parallel = rollout.tp
+        self._timeout_s = launch.patience_s
         # With the margin the socket's own deadline comes first, and its message is the one that is raised.
-        self._patience_s = timeout_s + 5.0
-        self._lines = [
-            ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key) for url in self.urls
-        ]
-
-    @classmethod
-    def of(
-        cls,
-        rollout: RolloutConfig,
-        launch: LaunchConfig,
-        urls: Sequence[str],
-        *,
-        key: RunKey,
-        needs_experts: bool = False,
-    ) -> "SGLangControl":
-        """The control of these servers of a run."""
-        return cls(
-            urls,
-            tensor_parallel=rollout.tp,
-            timeout_s=launch.patience_s,
-            peer_timeout_s=launch.peer_timeout_s,
-            key=key,
-            needs_experts=needs_experts,
-        )
+        self._patience_s = launch.patience_s + 5.0
+        limits = {"timeout_s": launch.patience_s, "peer_timeout_s": launch.peer_timeout_s}
+        self._lines = [ControlLine(url, **limits, key=key) for url in self.urls]
 
     def __exit__(self, *exception: object) -> None:
         self.close()

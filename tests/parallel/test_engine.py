@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
@@ -141,8 +142,8 @@ def test_one_step_is_adamw_with_clipping(folder):
     "schedule, wanted",
     [
         (dict(schedule="constant"), [1e-2] * 4),
-        (dict(schedule="linear", min_lr=2e-3), [8e-3, 6e-3, 4e-3, 2e-3]),
-        (dict(schedule="cosine", warmup_steps=2), [5e-3, 1e-2, 5e-3, 0.0]),
+        (dict(schedule="linear", min_lr=2e-3), [1e-2, 8e-3, 6e-3, 4e-3]),
+        (dict(schedule="cosine", warmup_steps=2), [5e-3, 1e-2, 7.5e-3, 2.5e-3]),
         (dict(schedule="constant", warmup_steps=8), [1e-2 * k / 8 for k in (1, 2, 3, 4)]),
     ],
 )
@@ -151,6 +152,26 @@ def test_learning_rate_schedule(folder, schedule, wanted):
     batch = make_batch([4, 6])
     found = [engine.update([batch], weighted_loss, temperature=1.0).lr for _ in range(4)]
     assert found == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (5, 0), (5, 1), (5, 4)])
+def test_a_schedule_is_that_of_transformers_without_its_step_of_rate_0(folder, schedule, steps, warmup):
+    """Their warm-up begins at rate 0: a step more, which is left out."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-2)
+    given = {"num_warmup_steps": warmup, "num_training_steps": steps + (warmup > 0)}
+    theirs = get_scheduler(schedule, optimizer, **given)
+    wanted = []
+    for _ in range(given["num_training_steps"]):
+        wanted += theirs.get_last_lr()
+        optimizer.step()
+        theirs.step()
+    engine, batch = (
+        make_engine(folder, steps=steps, schedule=schedule, warmup_steps=warmup),
+        make_batch([4, 6]),
+    )
+    found = [engine.update([batch], weighted_loss, temperature=1.0).lr for _ in range(steps)]
+    assert found == pytest.approx(wanted[-steps:], abs=1e-9) and min(found) > 0.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

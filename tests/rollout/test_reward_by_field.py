@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from configs.schema import RunConfig
 from configs.schema.reward import RewardByField
 from rollout.records import FinishReason, Prompt, Score
+from rollout.rewards import scorer
 from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.tasks import first_problem
 
@@ -49,7 +50,7 @@ def test_each_source_has_its_reward_and_a_part_of_its_name():
         ("short one", "#### 12", 6),
         (7, "6+2", 3),
     )
-    assert right == Score(value=2.0, parts={"openai/gsm8k": 2.0, "openai/gsm8k/found": 1.0}, correct=True)
+    assert right == Score(value=2.0, parts={"openai/gsm8k": 1.0, "openai/gsm8k/found": 1.0}, correct=True)
     assert wrong == Score(value=0.0, parts={"openai/gsm8k": 0.0, "openai/gsm8k/found": 1.0})
     parts = {
         "short_one": 0.75,
@@ -77,6 +78,17 @@ def test_a_reward_that_fails_has_no_part_of_its_source(monkeypatch):
     assert (
         failed.value == 0.0 and failed.parts == {} and "reward countdown failed for prompt p" in failed.error
     )
+
+
+def test_each_source_logs_its_own_first_failures(monkeypatch, caplog):
+    """Failures of one source do not hide what is wrong with another. The reference 12 is none of countdown."""
+    monkeypatch.setattr(scorer, "MAX_LOGGED_ERRORS", 2)
+    rewards = {source: {"type": "countdown"} for source in "ab"}
+    config = RewardByField(type="by_field", field="extra.source", rewards=rewards)
+    scored(*[("a", "6+2", 3)] * 5, *[("b", "6+2", 3)] * 3, config=config)
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 4 and all("reward countdown failed" in text for text in logged)
+    assert ["further failures are only counted" in text for text in logged] == [False, True] * 2
 
 
 def test_a_record_without_a_source_is_named():

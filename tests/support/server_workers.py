@@ -15,16 +15,15 @@ from parallel.planning.memory import NUM_BUFFERS
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.answers import stop_pattern
 from rollout.servers.command import PLUGIN, STAND_INS
-from rollout.servers.control import SGLangControl
 from tests.support.chat_tokenizer import chat_tokenizer
-from tests.support.server_specs import KEY
+from tests.support.server_specs import make_control
 from trainer.stage_sender import StageSender
 
 
 def die_in_a_transfer(model_dir: Path, url: str, carrier: str) -> None:
     """A learner that ends by SIGKILL between two buckets of an update."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with SGLangControl([url], tensor_parallel=1, timeout_s=60, key=KEY) as control:
+    with make_control([url]) as control:
         sender = StageSender(control, carrier, 60)
         control.take_over()
         control.open_update().wait()

@@ -292,7 +292,7 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
             rollout,
             launch,
             agreement=EngineAgreement(allowed=None, samples_are_probes=True),  # these servers hold nothing
-            control_of=partial(SGLangControl.of, rollout, launch, key=KEY),
+            control_of=partial(SGLangControl, rollout, launch, key=KEY),
         )
         for place in places:
             servers.fails, servers.version, error = place, learner.version + 1, None

@@ -1,12 +1,13 @@
 """Files that are replaced whole: what is on the disk when the new one takes the place of the old."""
 
+import errno
 import os
 
 import pytest
 
 from launch.processes.run_folder import locked, write_json
 from trainer import file_system
-from trainer.file_system import read_file, write_whole
+from trainer.file_system import read_file, way_to_write, write_whole
 
 
 @pytest.fixture
@@ -53,3 +54,9 @@ def test_a_lock_neither_empties_a_file_nor_follows_a_link(tmp_path):
     with pytest.raises(ValueError, match="is a link"):
         locked(link)
     assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENOENT"])
+def test_space_is_advised_only_where_there_is_none(name):
+    error = OSError(getattr(errno, name), "")
+    assert ("space" in way_to_write(error)) == (name in ("ENOSPC", "EDQUOT"))

@@ -1,6 +1,7 @@
 """The samples that a step leaves in the run folder, over real gloo ranks: what was sampled, and what the learner says of
 it, whichever rank has the sequence."""
 
+import json
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -196,17 +197,22 @@ def test_an_evaluation_leaves_the_samples_that_came_with_its_result(tmp_path):
     groups, told = make_groups(LENGTHS, REWARDS, seed=5), ToldOf()
     keeper = SampleKeeper(tmp_path, config_of(tracking={"sample_groups": 0}), told)
     result = EvaluationResult(
-        accuracy=0.5, reward_mean=0.25, count=2, length_mean=3.0, truncated_fraction=0.0, groups=groups
-    )
+        accuracy=0.5, reward_mean=0.25, count=2, length_mean=3.0, truncated_fraction=0.0, groups=groups,
+        groups_from=[None, *["hard"] * (len(groups) - 1)],
+    )  # fmt: skip
     for step in (0, 8, 12):
         keeper.keep_evaluation(step, result, version=step)
-    for nothing in (None, replace(result, groups=[])):
+    for nothing in (None, replace(result, groups=[], groups_from=[])):
         keeper.keep_evaluation(16, nothing, version=16)
     assert sampled_steps(tmp_path, EVALUATION) == [0, 8, 12] and sampled_steps(tmp_path) == []
     assert told.artifacts[-1] == ("evaluation_000012.jsonl", "samples") and len(told.artifacts) == 3
     found = read_samples(sample_file(tmp_path, 8, EVALUATION))
     sent = [t for group in groups for t in group.trajectories]
     assert [(s.step, s.version, s.learner_logprobs) for s in found] == [(8, 8, None)] * len(sent)
+    lines = map(json.loads, sample_file(tmp_path, 8, EVALUATION).read_text().splitlines())
+    named = [line.get("heldout_set") for line in lines]
+    assert named == [None if sample.group == found[0].group else "hard" for sample in found]
+    assert {*named} == {None, "hard"}
     for sample, trajectory in zip(found, sent, strict=True):
         assert (sample.prompt_id, sample.reward) == (trajectory.prompt_id, trajectory.reward)
         assert sample.token_ids == trajectory.token_ids.tolist()

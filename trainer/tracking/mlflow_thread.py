@@ -148,6 +148,8 @@ class MlflowThread(threading.Thread):
         self._run_id: str | None = None
         self._next_attempt = 0.0
         self._warned: set[str] = set()
+        self.problem: str | None = None
+        """Why nothing is sent at present, for the console; the log has every warning."""
 
     # ---- called by the training loop
 
@@ -178,8 +180,9 @@ class MlflowThread(threading.Thread):
             self._send_until_finished()
         except Exception:
             # The thread's boundary: an error of MLflow or a storage plugin must not end training.
-            message = "MLflow tracking ended; training continues, and metrics.jsonl has every metric\n%s"
-            log.error(message, without_credentials(traceback.format_exc()))
+            message = "MLflow tracking ended; training continues, and metrics.jsonl has every metric"
+            self.problem = message
+            log.error("%s\n%s", message, without_credentials(traceback.format_exc()))
 
     def _send_until_finished(self) -> None:
         from mlflow.exceptions import MlflowException
@@ -195,10 +198,12 @@ class MlflowThread(threading.Thread):
                         self._client.set_tag(self._run_id, COMPLETE_UNTIL, str(self._last_step))
                     self._client.set_terminated(self._run_id, self._status)
                 self._warned.discard("unreachable")
+                self.problem = None
             except (MlflowException, SQLAlchemyError, OSError) as error:
                 self._next_attempt = time.monotonic() + RETRY_S
-                message = "MLflow at %s: %s; training continues, and MLflow is tried again later"
-                self._warn_once("unreachable", message, self._shown_uri, _shortened(error))
+                later = "training continues, and MLflow is tried again later"
+                self.problem = f"MLflow at {self._shown_uri}: {_shortened(error)}; {later}"
+                self._warn_once("unreachable", "%s", self.problem)
                 if closing:
                     message = "MLflow at %s lacks the last %d items and the status of this run"
                     log.warning(message, self._shown_uri, len(self._items))

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from configs.reading.files import openable
-from rollout.records import Group, Trajectory
+from rollout.records import Trajectory
+from rollout.sampling.messages import EvaluationResult
 
 FOLDER = "samples"
 DIGITS = 6
@@ -54,6 +55,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     step (the warm-up of a critic in bypass mode)."""
     versions: list[tuple[int, int]]
     """(version of the weights, number of tokens) of each stretch of tokens with one version."""
+    heldout_set: str | msgspec.UnsetType = msgspec.UNSET
+    """The further held-out set that the problem of an evaluation is from. A line of another problem has none."""
 
     @property
     def name(self) -> str:
@@ -62,7 +65,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, *, step: int, version: int, learner_logprobs: np.ndarray | None
+        cls,
+        trajectory: Trajectory,
+        *,
+        step: int,
+        version: int,
+        learner_logprobs: np.ndarray | None = None,
+        heldout_set: str | None = None,
     ) -> "Sample":
         """learner_logprobs: of the tokens after the first, as in a packed batch."""
         mask = trajectory.response_mask
@@ -87,6 +96,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             rollout_logprobs=_rounded(trajectory.rollout_logprobs[mask]),
             learner_logprobs=None if learner_logprobs is None else _rounded(learner_logprobs[mask[1:]]),
             versions=[(value, len(list(run))) for value, run in runs],
+            heldout_set=msgspec.UNSET if heldout_set is None else heldout_set,
         )
 
 
@@ -104,9 +114,13 @@ def samples_of(
     ]
 
 
-def of_groups(groups: Sequence[Group], *, step: int, version: int) -> list[Sample]:
-    """The samples of an evaluation, which the learner does not score."""
-    return samples_of([t for group in groups for t in group.trajectories], {}, step=step, version=version)
+def of_evaluation(result: EvaluationResult, *, step: int, version: int) -> list[Sample]:
+    """The samples that an evaluation keeps. The learner does not score them."""
+    return [
+        Sample.of(trajectory, step=step, version=version, heldout_set=name)
+        for group, name in zip(result.groups, result.groups_from, strict=True)
+        for trajectory in group.trajectories
+    ]
 
 
 def as_lines(samples: Sequence[Sample]) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from configs.schema import RunConfig
 from rollout.terminal_text import tandem_command
-from trainer.file_system import LineFile
+from trainer.file_system import LineFile, way_to_write
 from trainer.metric_names import find_entry
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import check_alarms, judged
@@ -109,6 +109,7 @@ class Tracker:
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._time_left.after(step, now, values))
         self._print_alarms(step, metrics)
+        self._warn_of("MLflow", self._mlflow.problem)
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.problem())
 
@@ -122,7 +123,8 @@ class Tracker:
         self._last_line = line
         if problem:
             wrong = f"step {line['step']}: {self._path} cannot be written ({problem.strerror})"
-            self.warn_once("metrics", f"{wrong}; free space: the run continues, and writes these lines later")
+            later = f"{way_to_write(problem)}: the run continues, and writes these lines later"
+            self.warn_once("metrics", f"{wrong}; {later}")
 
     def _print_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
         alarms = check_alarms(metrics, self._alarm_levels)
@@ -178,6 +180,7 @@ class Tracker:
         for publisher in self._publishers:
             publisher.tell(status)
         self._mlflow.finish(status, patience_s)
+        self._warn_of("MLflow", self._mlflow.problem)
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.finish(deadline))
         self._console.close()

@@ -49,6 +49,12 @@ ASKED = {"role": "user", "content": "1 + 1"}
 CONVERSATION = {"prompt": [{"role": "system", "content": "Be brief."}, ASKED], "answer": "2"}
 ANSWERED = {"role": "assistant", "content": "2"}
 TOOL = {"type": "function", "function": {"name": "add"}}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+}
+REPLIED = {"role": "tool", "content": "2"}
 Damage = Callable[[], object]
 
 
@@ -405,6 +411,12 @@ CASES = {
         error="pairs.jsonl:line 2: message 2, of the assistant: the chat template of model writes '1 + 1<eos>2<eos>' if it is the last",
         fix="use a template that keeps earlier turns, or set data.learned_turns=last, or drop such records",
     ),
+    "earlier tool calls that the template leaves out": Case(
+        damage=lambda: write_jsonl("pairs.jsonl", {"messages": [ASKED, CALLED, REPLIED, ANSWERED]}),
+        overrides=("data.messages_field=messages",), config="sft.yaml", field="data.path",
+        error="pairs.jsonl:line 1: a conversation of user, assistant, tool: the chat template of model leaves out the tool calls of mes",
+        fix="use a template that writes them, or write them into the message's content, or drop such records",
+    ),
     "tools that the template leaves out": Case(
         damage=lambda: write_jsonl("train.jsonl", {"prompt": "1", "answer": "1", "tools": [TOOL]}),
         overrides=("task.tools_field=tools", "task.heldout_path=null"), field="task.train_path",
@@ -650,6 +662,15 @@ def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):
     template("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")()
     assert problems("data.messages_field=messages", "data.learned_turns=all", config="sft.yaml") == []
     assert "are context" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "call", ["{{ m.tool_calls }}", "{% if m.role == 'assistant' and not (m.content or m.tool_calls) %}{{ 1 // 0 }}{% endif %}"]
+)  # fmt: skip
+def test_a_template_that_reads_earlier_tool_calls_is_taken(call):
+    template("{% for m in messages %}{{ m.content }}" + call + "{{ eos_token }}{% endfor %}")()
+    write_jsonl("pairs.jsonl", {"messages": [ASKED, CALLED, REPLIED, ANSWERED]})
+    assert problems("data.messages_field=messages", config="sft.yaml") == []
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -33,13 +33,18 @@ def test_a_metric_that_no_evaluation_has_is_refused(overrides, message):
 
 def test_the_best_step_is_the_one_that_is_named_and_complete(tmp_path):
     folder = RunFolder(tmp_path)
-    with pytest.raises(BadInput, match=r"--best: .* has no best checkpoint; train with checkpoint.keep_best"):
+    with pytest.raises(BadInput) as refused:
         _best_step(folder)
+    reason = "its config names no checkpoint.keep_best, such as eval/accuracy"
+    assert (
+        str(refused.value) == f"--best: {tmp_path} has no best checkpoint, since {reason}; leave --best out"
+    )
     config = load_config(RECIPE, ["checkpoint.keep_best=eval/accuracy"])
     folder.config.write_text(resolved_yaml(config))
     with pytest.raises(
         BadInput,
-        match=r"checkpoint\.keep_best=eval/accuracy has found no evaluation .* at most 0\.05 of the rewards failed",
+        match=r"^--best: .* has no best checkpoint, since checkpoint\.keep_best=eval/accuracy has found no evaluation after a step "
+        r"where at most 0\.05 of the rewards failed \(alarms\.reward_failed_max\); leave --best out$",
     ):
         _best_step(folder)
     folder.checkpoints.mkdir()

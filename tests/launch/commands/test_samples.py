@@ -100,12 +100,14 @@ def test_a_run_without_samples_and_a_damaged_file(run):
 def test_the_samples_of_an_evaluation(run):
     assert "written at the end of each evaluation" in said(run, "--evaluation", exit_code=2)
     for step in (0, 4):
-        samples = [replace(make_sample(b"e1urxfgh", step=step), learner_logprobs=None)]
+        main = replace(make_sample(b"e1urxfgh", step=step), learner_logprobs=None)
+        samples = [main, replace(main, group=2, heldout_set="hard")]
         sample_file(run / FOLDER, step, EVALUATION).write_bytes(as_lines(samples))
     text = said(run, "--evaluation")
     assert text.startswith(
         "evaluation after step 4, sampled for version 6 of the weights\n\n━━ group 1, prompt p\ne1\n"
     )
+    assert "\n━━ group 2, prompt p, held-out set hard\n" in text
     assert said(run, "--evaluation", "--step", "0").startswith("evaluation after step 0,")
     assert "there are those of 0, 4" in said(run, "--evaluation", "--step", "7", exit_code=2)
     assert said(run).startswith("step 7,")

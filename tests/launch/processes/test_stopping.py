@@ -9,6 +9,7 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
@@ -98,18 +99,21 @@ def test_a_signal_is_passed_on_and_the_learner_ends_by_itself(folder, number, ca
     assert signal.getsignal(number) is before
 
 
-def test_a_request_that_finds_no_space_is_written_once_there_is_some(folder, monkeypatch, capsys):
-    answers = [OSError(errno.ENOSPC, "No space left on device")] * 3
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "free space"), (errno.EROFS, "make the folder writable")]
+)
+def test_a_request_that_cannot_be_written_is_written_once_it_can(folder, monkeypatch, capsys, number, fix):
+    answers = [OSError(number, os.strerror(number))] * 3
 
-    def write_where_there_is_space(path: Path, content: dict) -> None:
+    def write_where_possible(path: Path, content: dict) -> None:
         if answers:
             raise answers.pop()
         write_json(path, content)
 
-    monkeypatch.setattr(stopping, "write_json", write_where_there_is_space)
+    monkeypatch.setattr(stopping, "write_json", write_where_possible)
     outcome = supervise(folder, "ready(); supervisor(signal.SIGTERM); stop()")
     assert outcome == Stopped(step=3, reason="SIGTERM") and not answers
-    told = f"the request cannot be written into {folder.roles} (No space left on device); free space"
+    told = f"the request cannot be written into {folder.roles} ({os.strerror(number)}); {fix}: "
     assert capsys.readouterr().out.count(told) == 1
 
 
@@ -319,6 +323,27 @@ def test_a_learner_that_has_lost_a_server_is_not_named_in_its_place(folder, monk
     told = r"(?s)the serve role ended with exit code 1.*replica 0 \(pid 7\) was killed.*learner ended because of it: ControlError: refused"
     with pytest.raises(RoleFailed, match=told):
         supervise(folder, learner, dies)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        ("SamplingError: the rewards of all 8 samples failed", False),
+        ("SamplingError: the sample role failed: GenerationError: 3 attempts failed", True),
+        ("SamplingError: the sample role at tcp://a:1 did not answer NextGroups in 9 s", True),
+        ("SampleRoleLost: the sample role is gone", True),
+    ],
+)
+def test_a_cause_is_looked_for_unless_the_sample_role_runs_and_has_said_what_is_wrong(
+    folder, monkeypatch, error, is_loss
+):
+    monkeypatch.setattr(stopping, "CAUSE_TIMEOUT_S", 0.05)
+    folder.roles.mkdir(exist_ok=True)
+    folder.error("learn").write_text(error)
+    supervisor = Mock()
+    with pytest.raises(RoleFailed, match="as it was"), stopping._cause_named(supervisor, folder, ["learn"]):
+        raise RoleFailed("as it was")
+    assert supervisor.check.called == is_loss
 
 
 AGENT = "ready(); os.kill(os.getpid(), signal.SIGTERM); stop(); {says}; sys.exit(1)"

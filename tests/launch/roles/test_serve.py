@@ -1,5 +1,6 @@
 """The serve role's watch over its servers, with an empty fleet instead of them."""
 
+import errno
 import os
 import signal
 import socket
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from configs.loader import load_config
-from launch.processes import stopping
-from launch.processes.run_folder import RunFolder
+from launch.processes import run_folder, stopping
+from launch.processes.run_folder import RunFolder, write_json
 from launch.roles import serve
 from rollout import guarded_process
 from rollout.guarded_process import OF_SERVERS, own_name
@@ -71,6 +72,10 @@ def watch(folder: RunFolder, fleet: Fleet, *, restarts: int = 0, is_over: bool =
     serve.watch(fleet, folder, "serve", fleet.stop, lambda: is_over, restarts=restarts)
 
 
+def announce(folder: RunFolder, fleet: Fleet) -> None:
+    serve.announce(folder, "serve", fleet, fleet.stop, lambda: False)
+
+
 @pytest.mark.parametrize("now", [None, {"pid": 1, "host": "elsewhere", "urls": []}])
 def test_servers_of_a_start_that_the_run_has_left_behind_end(folder, now, capsys):
     fleet = Fleet(threading.Event(), looks=100)
@@ -82,7 +87,7 @@ def test_servers_of_a_start_that_the_run_has_left_behind_end(folder, now, capsys
 
 def test_servers_of_the_present_start_are_watched(folder):
     fleet = Fleet(threading.Event(), looks=3)
-    serve.announce(folder, "serve", fleet)
+    announce(folder, fleet)
     announced = folder.read_address("serve")
     assert (announced["pid"], announced["host"]) == (os.getpid(), socket.gethostname())
     watch(folder, fleet)
@@ -91,7 +96,7 @@ def test_servers_of_the_present_start_are_watched(folder):
 
 def test_servers_whose_supervisor_has_ended_the_run_end_without_a_signal(folder, capsys):
     fleet = Fleet(threading.Event(), looks=100)
-    serve.announce(folder, "serve", fleet)
+    announce(folder, fleet)
     watch(folder, fleet, is_over=True)
     assert fleet.looks == 100 and "this start of the run has ended" in capsys.readouterr().out
 
@@ -107,13 +112,37 @@ def test_the_time_of_the_end_tells_an_earlier_start_from_this_one(folder):
 
 def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder, capsys):
     fleet = Fleet(threading.Event(), looks=100)
-    serve.announce(folder, "serve", fleet)
+    announce(folder, fleet)
     fleet.deaths = [Ended("the third"), Ended("the second"), Ended("the first")]
     with pytest.raises(Ended, match="the third"):
         watch(folder, fleet, restarts=2)
     said = capsys.readouterr().out
     assert "(restarts left: 1): the first" in said and "(restarts left: 0): the second" in said
     assert folder.read_address("serve")["lives"] == {"http://a:1": 1}
+
+
+def test_a_server_that_is_back_is_announced_once_the_disk_has_space(folder, monkeypatch, capsys):
+    """Its role would end, and with it the run."""
+    full = [OSError(errno.ENOSPC, "No space left on device")] * 3
+
+    def write_where_there_is_space(path: Path, content: dict) -> None:
+        if full:
+            raise full.pop()
+        write_json(path, content)
+
+    monkeypatch.setattr(run_folder, "write_json", write_where_there_is_space)
+    monkeypatch.setattr(run_folder, "SPACE_S", 0.0)
+    monkeypatch.setattr(serve, "LOOK_S", 1000.0)
+    fleet = Fleet(threading.Event(), looks=2)
+    fleet.back = [0]
+    with pytest.raises(OSError, match="No space"):  # of a stop, nothing is waited for
+        fleet.stop.set()
+        announce(folder, fleet)
+    assert len(full) == 2
+    fleet.stop.clear()
+    watch(folder, fleet, restarts=1)
+    assert not full and folder.read_address("serve")["lives"] == {"http://a:1": 1}
+    assert capsys.readouterr().out.count("has no space for the address of serve") == 1
 
 
 def of_killed(prefix: str, folder: Path) -> Path:

@@ -146,10 +146,10 @@ def test_the_running_config_decides_the_optimizers_settings(folder, tmp_path, di
 
 
 @pytest.mark.parametrize(
-    ("settings", "lr"), [({"lr": 1e-3}, 1e-3), ({"schedule": "cosine", "min_lr": 3e-4, "steps": 2}, 3e-4)]
+    ("settings", "lr"), [({"lr": 1e-3}, 1e-3), ({"schedule": "cosine", "min_lr": 3e-4, "steps": 1}, 3e-4)]
 )
 def test_the_running_config_decides_the_learning_rate(folder, tmp_path, settings, lr):
-    """Also the least one, which the last step of a decay has."""
+    """Also the least one, which a step after a decay has."""
     batch = make_batch([4, 6])
     first = make_engine(folder, **settings | {"lr": 1e-2, "min_lr": 0.0})
     first.update([batch], weighted_loss, temperature=1.0)

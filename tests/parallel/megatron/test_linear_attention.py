@@ -19,7 +19,6 @@ from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.client import SGLangClient
-from rollout.servers.control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
 from tests.parallel.megatron.test_moe import assert_same_step, gap
@@ -28,7 +27,7 @@ from tests.support.megatron_workers import make_batch, make_engine, run_ranks, w
 from tests.support.moe_workers import assert_is_transformers, work_layouts
 from tests.support.real_servers import EXACT, make_fleet, send
 from tests.support.recurrent_models import FAMILIES, FIELDS, make_recurrent_model
-from tests.support.server_specs import KEY
+from tests.support.server_specs import KEY, make_control
 
 SHAPES = [
     ("qwen3_5_text", {}),
@@ -256,7 +255,7 @@ def make_model_to_serve(folder: Path, family: str, seed: int) -> None:
 
 
 def check_served(urls, tensor_parallel: int, engines, *, replays: bool) -> None:
-    with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120, key=KEY) as control:
+    with make_control(urls, tp=tensor_parallel) as control:
         (from_disk,) = control.checksums()
         assert gap(urls, engines[0], replays=replays) <= EXACT
         for version, engine in ((1, engines[1]), (2, engines[0])):

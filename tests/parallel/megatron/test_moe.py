@@ -37,7 +37,6 @@ from parallel.weights.hf_headers import weight_problems
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.client import SGLangClient
-from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
@@ -64,7 +63,7 @@ from tests.support.moe_workers import (
     work_layouts,
 )
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
-from tests.support.server_specs import KEY
+from tests.support.server_specs import KEY, make_control
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
 """Layer 3 alone has experts."""
@@ -901,13 +900,8 @@ def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_pa
         for family, tensor_parallel in families.items():
             fleets[family].wait_healthy(400)
             has_experts = family in ("deepseek_v3", "mixtral", "gpt_oss")
-            options = {
-                "tensor_parallel": tensor_parallel,
-                "timeout_s": 120,
-                "key": KEY,
-                "needs_experts": has_experts,
-            }
-            with SGLangControl(fleets[family].urls, **options) as control:
+            needs = {"tp": tensor_parallel, "needs_experts": has_experts}
+            with make_control(fleets[family].urls, **needs) as control:
                 if family == "deepseek_v3":
                     control.require_plugin()
                     control.resume()
@@ -932,7 +926,7 @@ def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_pa
 
 
 def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
-    with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120, key=KEY) as control:
+    with make_control(urls, tp=tensor_parallel) as control:
         (from_disk,) = control.checksums()
         assert any("experts" in name for name in from_disk) == (engines[0].architecture.experts is not None)
         assert gap(urls, engines[0], replays=replays) <= EXACT

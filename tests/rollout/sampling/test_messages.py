@@ -78,8 +78,10 @@ def test_an_evaluation_brings_the_samples_that_it_keeps():
         accuracy=0.5, reward_mean=0.25, count=2, length_mean=3.0, truncated_fraction=0.0
     )
     for kept in ([], groups(2, 9, 300).groups):
-        received = decode_reply(encode(Evaluated(replace(result, groups=kept))))
+        sets = [None, "hard"][: len(kept)]
+        received = decode_reply(encode(Evaluated(replace(result, groups=kept, groups_from=sets))))
         assert received == Evaluated(result) and received.result.groups == kept
+        assert received.result.groups_from == sets
     assert decode_reply(encode(Evaluated(None))) == Evaluated(None)
 
 

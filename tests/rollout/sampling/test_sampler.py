@@ -777,6 +777,7 @@ def test_an_evaluation_keeps_the_samples_of_the_first_problems_of_each_set(token
         for name in (f"{kind}0", f"{kind}1")
     ]
     assert [group.prompt_id for group in result.groups] == names
+    assert result.groups_from == [None] * 4 + ["other"] * 4
     answered = {(tuple(prompt), seed, temperature) for prompt, seed, temperature in engine.calls}
     for group in result.groups:
         temperature, count = (0.0, 1) if "temperature" in group.prompt_id else (1.0, 2)
@@ -791,7 +792,7 @@ def test_an_evaluation_keeps_the_samples_of_the_first_problems_of_each_set(token
             ]
             assert set(sample.token_versions[sample.response_mask]) == {7}
     whole = asyncio.run(make_sampler(tokenizer, **options).evaluate())
-    assert result == whole and whole.groups == []
+    assert result == whole and whole.groups == whole.groups_from == []
     everything = asyncio.run(make_sampler(tokenizer, kept_problems=99, **options).evaluate()).groups
     rewards = [t.reward for group in everything[:4] for t in group.trajectories]
     assert len(everything) == 2 * (4 + 3) and sum(rewards) / len(rewards) == pytest.approx(whole.reward_mean)
@@ -1422,7 +1423,7 @@ def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatc
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
     engine = FakeEngine(fail=lambda prompt_ids, seed: True)
     remote = served(make_sampler(tokenizer, engine=engine))
-    with pytest.raises(SamplingError, match="GenerationError: asked to fail"):
+    with pytest.raises(SamplingError, match=r"^the sample role failed: GenerationError: asked to fail"):
         remote.next_groups(1, newest=0, max_staleness=0)
     with pytest.raises(SamplingError, match="9 training prompts"):
         remote.load_state({"position": 0, "num_prompts": 9})
@@ -1430,6 +1431,14 @@ def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tok
         remote.load_state({"position": "x"})
     engine.fail = lambda prompt_ids, seed: False
     assert len(remote.next_groups(1, newest=0, max_staleness=0)[0]) == 1
+
+
+def test_an_error_of_sampling_itself_is_the_learners_too(tokenizer, served):
+    with pytest.raises(SamplingError, match=r"^the rewards of all") as own:
+        next_groups(make_sampler(tokenizer, scorer=LengthScorer("")), 2)
+    with pytest.raises(SamplingError) as learners:
+        served(make_sampler(tokenizer, scorer=LengthScorer(""))).next_groups(2, newest=0, max_staleness=0)
+    assert str(learners.value) == str(own.value)
 
 
 def test_a_reward_model_that_is_gone_reaches_the_learner_as_a_failure(tokenizer, served):

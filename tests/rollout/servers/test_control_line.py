@@ -16,7 +16,7 @@ from rollout.servers import control_line
 from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError, ControlLine
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL
-from tests.support.server_specs import KEY
+from tests.support.server_specs import KEY, make_control
 
 TIMEOUT_S = 10.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
@@ -232,7 +232,7 @@ GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]]
 def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answers, message):
     """Anything but a ControlError would end the first rank alone, in the middle of a collective."""
     with (
-        SGLangControl([server.url], tensor_parallel=1, timeout_s=TIMEOUT_S, key=KEY) as control,
+        make_control([server.url], timeout_s=TIMEOUT_S) as control,
         ThreadPoolExecutor(1) as thread,
     ):
         asked = thread.submit(ask, control)
@@ -249,7 +249,7 @@ def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answe
 def test_a_run_s_control_refuses_servers_that_capture_no_experts_where_they_are_replayed(server):
     """Also the control of servers that took the place of the first ones, which is made by the same function."""
     launch = LaunchConfig(collective_timeout_s=10 * TIMEOUT_S)
-    control_of = partial(SGLangControl.of, RolloutConfig(), launch, key=KEY, needs_experts=True)
+    control_of = partial(SGLangControl, RolloutConfig(), launch, key=KEY, needs_experts=True)
     with control_of([server.url]) as control, ThreadPoolExecutor(1) as thread:
         asked = thread.submit(control.require_plugin)
         with closing(server.accept()) as connection:

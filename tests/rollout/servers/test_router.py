@@ -22,13 +22,12 @@ from launch.checks.sockets import BY_KEY, listening
 from launch.commands.dry_run import dry_run_lines
 from launch.processes.run_folder import RunFolder
 from rollout.client import GenerationError
-from rollout.servers.control import SGLangControl
 from rollout.servers.router import Router, generation_client
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.fuzzing import ask_without_key, tell_to_stop, throw_at
 from tests.support.process_groups import assert_all_end
 from tests.support.real_servers import make_fleet
-from tests.support.server_specs import KEY
+from tests.support.server_specs import KEY, make_control
 from tests.support.whole_runs import (
     RECIPE,
     ROOT,
@@ -159,7 +158,7 @@ def test_requests_wait_out_a_pause_that_is_longer_than_the_looks_at_health(fleet
             await asyncio.to_thread(control.resume)
             return await asyncio.wait_for(asked, 60), client.stats
 
-    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as control:
+    with make_control(fleet.urls) as control:
         control.pause()
         sampled, stats = asyncio.run(scenario(control))
     assert [len(group) for group in sampled] == [4, 4] and stats.retries == 0

@@ -52,7 +52,7 @@ from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.megatron_workers import run_forked
 from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_of
-from tests.support.server_specs import KEY, server_spec
+from tests.support.server_specs import KEY, make_control, server_spec
 from tests.support.server_workers import die_in_a_transfer, write_answers_of_sglang
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
@@ -101,7 +101,7 @@ def fleet(model_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def control(fleet):
-    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as control:
+    with make_control(fleet.urls) as control:
         yield control
 
 
@@ -329,7 +329,7 @@ def check_an_update_in_a_response(
     even version is of the first model. Returns the model that the server has at the end."""
     prompt = [3, 8, 5, 14, 9]
     with (
-        SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120, key=KEY) as asking,
+        make_control(urls, tp=tensor_parallel) as asking,
         ThreadPoolExecutor(1) as thread,
     ):
         pause_s = 0.1
@@ -395,7 +395,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
     """By ``tandem verify-sync``: a server that has read the weights from disk, against itself after a transfer
     of those very weights, and with one bit changed on the way."""
     config = load_config(RECIPE, [f"model.path={model_dirs[0]}"])
-    control = SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY)
+    control = make_control(fleet.urls)
     control.load_from_disk(model_dirs[0], version=0)
     (reference,) = _get_answers(control, config)
     weights = dict(models[0].named_parameters())
@@ -636,7 +636,7 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
         arguments = (model_dirs[(version + 1) % 2], url, carrier)
         assert run_forked(die_in_a_transfer, *arguments) == -signal.SIGKILL
     with (
-        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as next_one,
+        make_control(fleet.urls) as next_one,
         ThreadPoolExecutor(1) as thread,
     ):
         assert next_one.take_over() and next_one.take_over()
@@ -646,7 +646,7 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
             [expected_checksums(model.named_parameters()) for model in (mine, other)],
         )
         assert held not in whole, "parts of two versions"
-        with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60, key=KEY) as asking:
+        with make_control(fleet.urls) as asking:
             response = thread.submit(asking.probe, [3, 4, 5], max_new_tokens=4, temperature=1.0)
             assert send(next_one, mine, version=version) == [version]
             assert next_one.checksums() == [expected_checksums(mine.named_parameters())]
@@ -686,7 +686,7 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             fleet.wait_healthy(600)
         urls = [url for fleet in fleets for url in fleet.urls]
         assert len(urls) == 1, "a replica answers on its first node alone"
-        with SGLangControl(urls, tensor_parallel=2, timeout_s=60, key=KEY) as control:
+        with make_control(urls, tp=2) as control:
             before = control.checksums()[0]
             has_plugin = num_nodes == 1
             if has_plugin:

@@ -19,8 +19,7 @@ from benchmarks.simulated_servers import (
 )
 from rollout.records import FinishReason
 from rollout.servers.client import SGLangClient
-from rollout.servers.control import SGLangControl
-from tests.support.server_specs import KEY
+from tests.support.server_specs import KEY, make_control
 
 END, LONGEST = 99, 40
 
@@ -85,7 +84,7 @@ def test_an_update_in_the_middle_is_seen_in_the_versions_of_tokens(answers):
     would be after 4; what is left of it is then sampled at once."""
 
     def update(server: SimulatedServer, url: str) -> list[int]:
-        with SGLangControl([url], tensor_parallel=1, timeout_s=10.0, key=KEY) as control:
+        with make_control([url]) as control:
             control.group_name = "simulated"
             control.open_update().wait()
             control.receive_bucket(names=["w"], dtype="bfloat16", shapes=[[1]], version=1).wait()

@@ -643,6 +643,17 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
     assert len([m for m in caplog.messages if f"{uri} lacks the last 52 items" in m]) == 1
 
 
+def test_a_damaged_store_is_told_once_on_the_console_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
+    mlflow_thread.store_file(tmp_path).write_bytes(b"no database" * 1000)
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step in range(1, 51):
+            tracker.log(step, FULL)
+    said, logged = capsys.readouterr().out, (tmp_path / "console.log").read_text()
+    assert said == logged and said.count("MLflow at ") == said.count("  ! MLflow at sqlite:///") == 1
+    assert "file is not a database" in said and "training continues, and MLflow is tried again later" in said
+
+
 @pytest.mark.parametrize("password", ["secret", "se@secret", "s%40secret"])
 def test_no_password_of_a_server_that_is_not_there_is_said(tmp_path, monkeypatch, caplog, password):
     """MLflow's own error has the whole address."""
@@ -652,7 +663,8 @@ def test_no_password_of_a_server_that_is_not_there_is_said(tmp_path, monkeypatch
     with Tracker(make_config(), tmp_path) as tracker:
         tracker.log(1, FULL)
     said = [message for message in caplog.messages if "MLflow at" in message]
-    assert f"API request to http://…@{host}/api" in said[0] and "secret" not in caplog.text
+    assert f"API request to http://…@{host}/api" in said[0]
+    assert "secret" not in caplog.text + (tmp_path / "console.log").read_text()
 
 
 @pytest.mark.parametrize("password", ["secret", "a/secret", "a/b@secret"])
@@ -665,6 +677,7 @@ def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, capl
     Tracker(make_config(), tmp_path).close("FINISHED")
     assert "RuntimeError: no answer from foo://…@host/?password=…\n" in caplog.text
     assert "secret" not in caplog.text
+    assert "  ! MLflow tracking ended; training continues" in (tmp_path / "console.log").read_text()
 
 
 def test_a_store_that_another_user_makes_first_is_left_to_that_user(tmp_path, monkeypatch):
