@@ -27,6 +27,7 @@ from launch.processes.heartbeat import Pulse, StoppedProcesses, Watch, beat_file
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Role, RoleFailed, Supervisor
 from launch.roles import start
+from rollout.guarded_process import start_of
 from tests.support.process_groups import assert_all_end
 
 IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
@@ -140,7 +141,7 @@ def test_a_pulse_that_ends_well_leaves_nothing(folder):
 
 def announce(folder: RunFolder, process: psutil.Process, name: str = "rank-0", **changes) -> None:
     fields = {
-        "who": f"learner {name.replace('-', ' ')}", "pid": process.pid, "started": process.create_time(), "host": os.uname().nodename,
+        "who": f"learner {name.replace('-', ' ')}", "pid": process.pid, "started": start_of(process.pid), "host": os.uname().nodename,
         "doing": "sync", "since": time.time(), "now": time.time(), "cpu": 0.0, "ended": [],
     }  # fmt: skip
     write_json(beat_file(folder, name), fields | changes)
@@ -266,7 +267,7 @@ def test_a_run_goes_on_once_the_roles_that_have_lost_their_supervisor_have_ended
     """They finish and save a step: a second learner beside them would write the same files."""
     folder.release()
     with child() as role:
-        about = {"who": "learner rank 0", "pid": role.pid, "started": role.create_time(), "doing": "update"}
+        about = {"who": "learner rank 0", "pid": role.pid, "started": start_of(role.pid), "doing": "update"}
         file = beat_file(folder, "rank-0")
         file.write_text(
             json.dumps(about | {"host": socket.gethostname(), "since": 0.0, "now": 0.0, "cpu": 1.0})
@@ -280,3 +281,13 @@ def test_a_run_goes_on_once_the_roles_that_have_lost_their_supervisor_have_ended
         start._claimed(folder)
         assert not file.exists()
         assert f"waiting for the end of learner rank 0 (pid {role.pid})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_correction_of_the_clock_hides_no_role(folder, monkeypatch, hours):
+    """A resume would not wait for a learner that still writes the folder."""
+    Pulse(folder, "rank-0", timeout_s=60).look()
+    boot = psutil.boot_time()
+    # The kernel tells the time of its start by the corrected clock.
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 3600 * hours)
+    assert [beat.pid for beat in heartbeat.living_roles(folder)] == [os.getpid()]

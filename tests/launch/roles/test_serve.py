@@ -118,7 +118,7 @@ def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder,
 
 def of_killed(prefix: str, folder: Path) -> Path:
     """A folder of this name's kind, whose process had our id before us."""
-    name = own_name(prefix).replace(f"-{guarded_process._start_of(os.getpid())}-", "-1-")
+    name = own_name(prefix).replace(f"-{guarded_process.start_of(os.getpid())}-", "-1-")
     (folder / name).mkdir()
     return folder / name
 
