@@ -28,6 +28,7 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Role, RoleFailed, Supervisor
 from launch.roles import start
 from rollout.guarded_process import start_of
+from rollout.servers import session_guard
 from tests.support.process_groups import assert_all_end
 
 IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
@@ -242,6 +243,36 @@ def test_a_role_that_stays_stopped_is_ended_by_its_guard_on_whatever_host(folder
             leader.terminate()
             leader.wait(DEADLINE_S)
             assert Watch(folder, timeout_s=60).ended() == []
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, 10.0, 25.0, 40.0])
+def test_a_guard_ends_what_is_stopped_for_longer_than_the_timeout_alone(monkeypatch, timeout_s):
+    """At whatever moment between two looks it is stopped, on a clock that only the guard's waits move."""
+
+    def killed(stopped_at: float, stopped_s: float) -> bool:
+        now, kills = 0.0, []
+
+        class Poll:
+            def register(self, *unused) -> None: ...
+
+            def poll(self, milliseconds: float) -> bool:
+                nonlocal now
+                now += milliseconds / 1000
+                return bool(kills) or now > 1000
+
+        def state(pid: int) -> bytes:
+            return b"T" if stopped_at <= now < stopped_at + stopped_s else b"S"
+
+        monkeypatch.setattr(session_guard, "select", SimpleNamespace(poll=Poll, POLLIN=1))
+        monkeypatch.setattr(session_guard, "process_state", state)
+        monkeypatch.setattr(session_guard.os, "kill", lambda *of: kills.append(of))
+        session_guard.wait_for_end(os.getppid(), timeout_s, os.devnull)
+        assert kills in ([], [(os.getppid(), signal.SIGKILL)])
+        return bool(kills)
+
+    for stopped_at in range(100, 111):
+        assert not killed(stopped_at, timeout_s - 0.1)
+        assert killed(stopped_at, timeout_s + 2 * session_guard.LOOK_EVERY_S)
 
 
 def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
