@@ -83,7 +83,7 @@ async def own_folder(prefix: str) -> AsyncIterator[str]:
 
 def own_name(prefix: str) -> str:
     """A new name for a folder, by which ``remove_abandoned_in`` finds it if this process did not remove it."""
-    return f"{prefix}{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}"
+    return f"{prefix}{_machine()}-{os.getpid()}-{start_of(os.getpid())}-{secrets.token_hex(8)}"
 
 
 def remove_abandoned(prefix: str = "") -> None:
@@ -107,7 +107,7 @@ def remove_abandoned_in(folder: str | Path, prefix: str = "") -> None:
 
 def _is_abandoned(entry: os.DirEntry) -> bool:
     owner = OWN_FOLDER.fullmatch(entry.name)
-    if owner is None or owner["machine"] != _machine() or _start_of(int(owner["pid"])) == owner["started"]:
+    if owner is None or owner["machine"] != _machine() or start_of(int(owner["pid"])) == owner["started"]:
         return False
     with suppress(FileNotFoundError):  # another role of this machine may remove it at this moment
         return (
@@ -126,7 +126,7 @@ def _machine() -> str:
     return secrets.token_hex(4)  # no later process will recognise these folders
 
 
-def _start_of(pid: int) -> str | None:
+def start_of(pid: int) -> str | None:
     """When a process started, in the kernel's ticks; None if no process has this id."""
     with suppress(FileNotFoundError, ProcessLookupError):
         # The program's name, in parentheses, may hold blanks.

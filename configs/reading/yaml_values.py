@@ -39,8 +39,9 @@ _CORE_SCHEMA = (
 """Rows (tag, pattern of its texts, their first characters)."""
 
 
-class _TooDeep(yaml.MarkedYAMLError):
-    """The text nests more than MAX_DEPTH blocks."""
+class _TooMuch(yaml.MarkedYAMLError):
+    """The text nests more than MAX_DEPTH blocks, or has more than MAX_VALUES values: PyYAML reads a large file for minutes.
+    ``note``: the fix."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,12 +49,17 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
     _depth = 0
+    _count = 0
+    """Keys and values so far."""
 
     @contextmanager
     def deeper(self, mark: yaml.Mark) -> Iterator[None]:
-        """One more level of nesting, for the block at ``mark``. Raises _TooDeep."""
+        """One more level of nesting, for the block at ``mark``. Raises _TooMuch."""
         if self._depth >= MAX_DEPTH:
-            raise _TooDeep(problem=f"more than {MAX_DEPTH} blocks inside each other", problem_mark=mark)
+            fix = "nest less; no key of a config is that deep"
+            raise _TooMuch(
+                problem=f"more than {MAX_DEPTH} blocks inside each other", problem_mark=mark, note=fix
+            )
         self._depth += 1
         try:
             yield
@@ -61,6 +67,10 @@ class _Loader(yaml.SafeLoader):
             self._depth -= 1
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._count += 1
+        if self._count > 2 * MAX_VALUES:
+            mark, fix = self.peek_event().start_mark, "name a config; none has that many"
+            raise _TooMuch(problem=f"more than {MAX_VALUES} values", problem_mark=mark, note=fix)
         with self.deeper(self.peek_event().start_mark):
             return super().compose_node(parent, index)
 
@@ -310,8 +320,8 @@ class _Reader:
         fix = "correct the YAML there: `key: value` with a space after the colon, the same indent for keys of one block, closed quotes"
         if "\\t" in reason:
             fix = "indent with spaces, not tabs"
-        if isinstance(error, _TooDeep):
-            fix = "nest less; no key of a config is that deep"
+        if isinstance(error, _TooMuch):
+            fix = error.note
         if "another document" in reason:
             reason, fix = (
                 "a second document begins",

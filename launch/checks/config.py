@@ -4,6 +4,7 @@ All problems are reported at once, each with the line that set its field. Errors
 only a valid config is compared with the rest.
 """
 
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,8 @@ EVALUATION = ("serve", "sample")
 WARM_START = ("sft-rank",)
 """The roles that training, evaluation and a warm start consist of."""
 LAST_PORT = 65535
+LEAST_OPEN_FILES = 256
+"""With 64 the first learner rank does not start."""
 Config = TypeVar("Config", RunConfig, SftConfig)
 
 LoadWith = Callable[[str, Sequence[str]], RunConfig]
@@ -248,6 +251,10 @@ def _check_devices(
 ) -> Iterator[Finding]:
     if is_here:
         yield from _check_gpus(config, runs)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most < LEAST_OPEN_FILES:
+            text = f"a process may have at most {most} open files here, and a run needs {LEAST_OPEN_FILES}"
+            yield "launch", f"{text}; raise the hard limit (`ulimit -Hn`), or have the administrators do so"
         if "serve" in runs:
             yield from finding_of("rollout", served.check_temporary_folder)
     cuda = device.kind == "cuda"

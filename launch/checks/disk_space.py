@@ -8,6 +8,7 @@ model. Recorded batches, logs and pictures are comparatively small and are not c
 """
 
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture, architecture_of
-from parallel.planning.memory import size_text, stage_parameters
+from parallel.planning.memory import GIB, size_text, stage_parameters
 from parallel.planning.work import BYTES
+
+LARGEST_FILE = 4 * GIB
+"""A larger model is written in several files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +90,14 @@ def _checkpoint_bytes(parameters: int, dtype: str, optimizer: OptimizerConfig) -
 
 
 def disk_problems(config: AnyConfig, notes: list[str]) -> Iterator[Finding]:
-    """An error if there is no space for the next checkpoint and the model; a note if the space may run out later."""
+    """An error if there is no space for the next checkpoint and the model, or if their files may not become that large; a note
+    if the space may run out later."""
     field, folder = _output_folder(config)
     need, free = disk_need(config), free_bytes(folder)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < min(need.model, LARGEST_FILE):
+        text = f"files may have at most {size_text(limit)} here, and the trained model has {size_text(need.model)}"
+        yield field, f"{field}={folder}: {text}; call `ulimit -f unlimited` first"
     if free is None or free >= need.most:
         return
     text = f"{field}={folder}: its disk has {size_text(free)} free, and the run needs {{}} ({need.text})"

@@ -28,6 +28,7 @@ import psutil
 
 from configs.reading.files import text_of
 from launch.processes.run_folder import RunFolder, error_text, write_json
+from rollout.guarded_process import start_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S
 
@@ -55,8 +56,9 @@ class Beat:
 
     who: str
     pid: int
-    started: float
-    """Start time of the process by the kernel; with ``pid`` it identifies the process."""
+    started: str | None
+    """When the process started, in the kernel's ticks; with ``pid`` it identifies the process. A time of the day would change
+    with each correction of the clock."""
     host: str
     doing: str
     since: float
@@ -210,7 +212,7 @@ class Pulse(_Looking):
         share = max(used - self._cpu, 0.0) / max(now - self._cpu_at, 0.001)
         self._cpu, self._cpu_at = used, now
         beat = Beat(
-            who=self._who, pid=self._me.pid, started=self._me.create_time(), host=socket.gethostname(), doing=self._doing,
+            who=self._who, pid=self._me.pid, started=start_of(self._me.pid), host=socket.gethostname(), doing=self._doing,
             since=self._since, now=now, cpu=round(share, 3), ended=self._ended,
         )  # fmt: skip
         write_json(self._file, asdict(beat))
@@ -300,7 +302,6 @@ class Watch(_Looking):
 def _process_of(beat: Beat) -> psutil.Process | None:
     """The process of a beat of this host. None if it is gone, even if another process has its number now."""
     try:
-        process = psutil.Process(beat.pid)
-        return process if abs(process.create_time() - beat.started) < 1.0 else None
+        return psutil.Process(beat.pid) if start_of(beat.pid) == beat.started else None
     except psutil.NoSuchProcess:
         return None

@@ -347,6 +347,8 @@ def new_path(runs_dir: Path, name: str) -> Path:
     """A new, empty folder ``runs_dir/name-DATE-TIME``. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     with _writing_in("launch.runs_dir", runs_dir):
+        if str(runs_dir).startswith("-"):  # commands would take it for an option
+            runs_dir = runs_dir.absolute()
         runs_dir.mkdir(parents=True, exist_ok=True)
         for attempt in range(100):
             path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from trainer.tracking.tracker import Tracker
     from trainer.weight_sync import ControlOf
 
+SPACE_TRIES, SPACE_AGAIN_S = 61, 10.0
+"""Tries to write the model where the disk is full, and the pause between two."""
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
 
@@ -100,14 +102,31 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
             tracker.say(f"the last checkpoint took {save_s:.1f} s")
         # An earlier summary of the run. A kill before the new one is written must not leave the new model with old steps.
         folder.summary.unlink(missing_ok=True)
-    run.learner.save_hf(folder.hf)
-    run.learner.save_adapter(folder.adapter)
+    _write_model(run, folder)
     if tracker is not None:
         training_s += tracker.elapsed_before_s
         seconds = {"start_up": start_up_s, "training": training_s}
         write_summary(folder, seconds=seconds, max_failed=run.config.alarms.reward_failed_max)
         for artifact in (*written_report(folder, run.config, tracker), folder.summary):
             tracker.artifact(artifact)
+
+
+def _write_model(run: "Run", folder: RunFolder) -> None:
+    """Write model and adapters, a collective of all ranks. A full disk, with which all the run's work could be lost, is tried again
+    for some minutes, in which somebody may free space. Raises OSError on all ranks."""
+    from parallel.checkpoints.checkpoint import NO_SPACE
+    from trainer.loop import tell_once
+
+    for tries_left in reversed(range(SPACE_TRIES)):  # the same number on every rank, whatever its clock
+        try:
+            run.learner.save_hf(folder.hf)
+            return run.learner.save_adapter(folder.adapter)
+        except OSError as error:
+            if not tries_left or not any(reason in str(error) for reason in NO_SPACE):
+                raise
+            again = f"free space: it is tried again for {tries_left * SPACE_AGAIN_S / 60:.0f} minutes"
+            tell_once(run, "model", f"{error}; {again}")
+        time.sleep(SPACE_AGAIN_S)
 
 
 def build_run(

@@ -31,6 +31,8 @@ from rollout.servers.watched_process import (
     start_watched,
 )
 
+PORT_TAKEN = "address already in use"
+"""What uvicorn says, a hundred lines before the server's end."""
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
 RESTARTED_HEALTH_TIMEOUT_S = 5.0
@@ -176,6 +178,8 @@ class ServerFleet:
 
     def _death_of(self, replica: _Replica) -> ServerDied:
         pid, ended = replica.pid or replica.process.pid, how_it_ended(replica.process.returncode)
+        if PORT_TAKEN in log_tail(replica.log_file, lines=1000).lower():
+            ended += f", because another process had taken its port {replica.ports.http}: start again"
         return ServerDied(f"SGLang replica {replica.number} (pid {pid}) {ended}; {self._log_end(replica)}")
 
     def _log_end(self, replica: _Replica) -> str:

@@ -38,10 +38,10 @@ def main(leader: int, timeout_s: float, note: str) -> None:
 def wait_for_end(leader: int, timeout_s: float, note: str) -> None:
     poll = select.poll()
     poll.register(os.pidfd_open(leader), select.POLLIN)
-    looks = 0
-    while os.getppid() == leader and not poll.poll(min(LOOK_EVERY_S, timeout_s) * 1000):
+    every_s, looks = min(LOOK_EVERY_S, timeout_s), 0
+    while os.getppid() == leader and not poll.poll(every_s * 1000):
         looks = looks + 1 if process_state(leader) == b"T" else 0
-        if looks * LOOK_EVERY_S >= timeout_s:
+        if (looks - 1) * every_s >= timeout_s:
             with suppress(OSError), open(note, "w") as file:
                 file.write(f"(pid {leader}) had been stopped (SIGSTOP) for {timeout_s:.0f} s, and was killed")
             os.kill(leader, signal.SIGKILL)

@@ -2,6 +2,7 @@
 which is removed after its end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ KILL_TIMEOUT_S = 30.0
 """Deadline for the kernel to tear down a killed server with all its memory."""
 POLL_S = 0.05
 LOG_TAIL_LINES = 40
+OF_NANOBIND = re.compile(r"nanobind: | - leaked | - \.\.\. skipped|See https://nanobind")
+"""Lines about objects that are left when an interpreter ends: a hundred of them hide the error before."""
 LONGEST_FOLDER = 107 - len("/sgl_ar_fd_12345678/12.sock")
 """Bytes of a path to which a process may add a folder and a unix socket. The kernel takes 107 for a socket's path."""
 WATCHDOG = Path(__file__).parent / "watchdog.py"
@@ -163,7 +166,7 @@ def server_pid(process: subprocess.Popen) -> int | None:
 def log_tail(
     log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0, key: RunKey | None = None
 ) -> str:
-    """The last lines of a log, without progress bars. The first ``start`` bytes, which are an earlier process's, are
+    """The last lines of a log, without progress bars and nanobind's lists. The first ``start`` bytes, which are an earlier process's, are
     left out. ``key`` is masked, because others may read the output."""
     try:
         with log_file.open("rb") as log:
@@ -172,4 +175,5 @@ def log_tail(
     except FileNotFoundError:
         return "(no log)"
     text = text if key is None else text.replace(key.secret, "***")
-    return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
+    written = [line for line in text.splitlines() if not OF_NANOBIND.match(line)]
+    return "\n".join(line.rsplit("\r", 1)[-1] for line in written[-lines:])

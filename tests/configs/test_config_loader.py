@@ -870,6 +870,14 @@ def nested_aliases(depth: int, count: int) -> str:
             "nest less",
         ),
         (
+            "seed: [" + "1," * 20_000 + "]",
+            1,
+            "(YAML syntax)",
+            "seed: [" + "1," * 45 + "...",
+            "more than 10000 values (line 1",
+            "name a config",
+        ),
+        (
             nested_aliases(9, 9),
             1,
             "a4.0.2.0.5.2",

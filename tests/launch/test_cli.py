@@ -27,10 +27,12 @@ from launch.checks import config as checks
 from launch.checks.arguments import BadInput
 from launch.commands import results, studies
 from launch.commands import train as training
+from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.roles import start
 from launch.roles import table as roles
+from launch.roles.command_line import role_command
 from launch.roles.summary import write_summary
 from launch.slurm import inside_job as job
 from parallel.checkpoints.files import write_manifest
@@ -442,6 +444,16 @@ def test_a_run_starts_where_latest_cannot_be_pointed_to_it(tmp_path, model, monk
     assert left == {folder.path.name}
 
 
+@pytest.mark.parametrize("runs_dir", ["-runs", "--help", "runs"])
+def test_the_folder_of_a_run_is_an_argument_whatever_its_name(tmp_path, monkeypatch, runs_dir):
+    monkeypatch.chdir(tmp_path)
+    folder = run_folder.create(Path(runs_dir), "a", "name: a\nsteps: 4\n")
+    done = tandem("status", str(folder.path), cwd=tmp_path)
+    assert done.returncode == 0 and "run         a in" in done.stdout
+    assert [path.parent for path in tmp_path.glob(f"{runs_dir}/*/config.yaml")] == [folder.path.absolute()]
+    assert not role_command("sample", folder)[-1].startswith("-")
+
+
 def test_help_has_its_commands_in_groups_and_each_sentence_whole():
     commands = typer.main.get_command(cli.app).commands
     shown = {name: command for name, command in commands.items() if not command.hidden}
@@ -598,6 +610,7 @@ def test_the_result_of_a_job_names_the_command_that_submits_its_further_steps(tm
 
 SERVES_UNTIL_SAMPLING = """
 import pathlib, sys, time
+from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 RunFolder(pathlib.Path(sys.argv[1])).announce("serve", {"urls": []})
 roles = pathlib.Path(sys.argv[1]) / "roles"
@@ -607,6 +620,7 @@ sys.exit(3)
 """
 NEVER_ANSWERS = """
 import pathlib, sys, time, zmq
+from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 folder, asked = RunFolder(pathlib.Path(sys.argv[1])), zmq.Context().socket(zmq.REP)
 asked.curve_server = True

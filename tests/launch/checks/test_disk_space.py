@@ -135,6 +135,21 @@ def test_too_little_space_is_an_error_and_perhaps_too_little_a_note(folder, free
     assert "3 checkpoints at once" in said and "free space" in said
 
 
+def test_a_limit_of_the_size_of_files_below_the_model_is_an_error(folder, free, monkeypatch):
+    free.free, run = 2**60, config("launch.runs_dir=here/runs")
+    need = disk_need(run)
+    for limit, count in ((resource.RLIM_INFINITY, 0), (need.model, 0), (need.model - 1, 1)):
+        monkeypatch.setattr(disk_space.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        errors, notes = problems(run)
+        assert (len(errors), notes) == (count, [])
+    ((field, said),) = errors
+    assert (
+        field == "launch.runs_dir" and size_text(need.model) in said and "call `ulimit -f unlimited`" in said
+    )
+    monkeypatch.setattr(disk_space, "LARGEST_FILE", need.model - 1)  # a model of several files
+    assert problems(run) == ([], [])
+
+
 def test_what_a_resumed_run_has_written_is_not_needed_again(folder, free):
     run = config("steps=10", "checkpoint.every=1")
     for parent in ("checkpoints", "checkpoints/critic"):

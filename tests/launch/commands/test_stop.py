@@ -190,7 +190,7 @@ def test_a_run_of_another_user_is_named_with_its_user(folder, monkeypatch, tmp_p
 
 def test_a_run_on_another_host_is_told_of_and_left_alone(folder, tmp_path):
     beat = Beat(
-        who="learner rank 0", pid=1, started=0.0, host="node7", doing="sync", since=0.0, now=0.0, cpu=1.0
+        who="learner rank 0", pid=1, started="0", host="node7", doing="sync", since=0.0, now=0.0, cpu=1.0
     )
     write_json(beat_file(folder, "rank-0"), asdict(beat))
     done = tandem("stop", "run", cwd=tmp_path)
@@ -203,7 +203,7 @@ def test_a_run_on_another_host_is_told_of_and_left_alone(folder, tmp_path):
 
 def test_a_role_that_was_killed_here_a_moment_ago_is_not_looked_for_elsewhere(folder, tmp_path):
     beat = Beat(
-        who="the sample role", pid=os.getpid(), started=0.0, host=socket.gethostname(), doing="x", since=0.0, now=0.0, cpu=1.0
+        who="the sample role", pid=os.getpid(), started="0", host=socket.gethostname(), doing="x", since=0.0, now=0.0, cpu=1.0
     )  # fmt: skip
     write_json(beat_file(folder, "sample"), asdict(beat))
     done = tandem("stop", "run", cwd=tmp_path)

@@ -27,6 +27,8 @@ from launch.processes.heartbeat import Pulse, StoppedProcesses, Watch, beat_file
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Role, RoleFailed, Supervisor
 from launch.roles import start
+from rollout.guarded_process import start_of
+from rollout.servers import session_guard
 from tests.support.process_groups import assert_all_end
 
 IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
@@ -140,7 +142,7 @@ def test_a_pulse_that_ends_well_leaves_nothing(folder):
 
 def announce(folder: RunFolder, process: psutil.Process, name: str = "rank-0", **changes) -> None:
     fields = {
-        "who": f"learner {name.replace('-', ' ')}", "pid": process.pid, "started": process.create_time(), "host": os.uname().nodename,
+        "who": f"learner {name.replace('-', ' ')}", "pid": process.pid, "started": start_of(process.pid), "host": os.uname().nodename,
         "doing": "sync", "since": time.time(), "now": time.time(), "cpu": 0.0, "ended": [],
     }  # fmt: skip
     write_json(beat_file(folder, name), fields | changes)
@@ -243,6 +245,36 @@ def test_a_role_that_stays_stopped_is_ended_by_its_guard_on_whatever_host(folder
             assert Watch(folder, timeout_s=60).ended() == []
 
 
+@pytest.mark.parametrize("timeout_s", [3.0, 10.0, 25.0, 40.0])
+def test_a_guard_ends_what_is_stopped_for_longer_than_the_timeout_alone(monkeypatch, timeout_s):
+    """At whatever moment between two looks it is stopped, on a clock that only the guard's waits move."""
+
+    def killed(stopped_at: float, stopped_s: float) -> bool:
+        now, kills = 0.0, []
+
+        class Poll:
+            def register(self, *unused) -> None: ...
+
+            def poll(self, milliseconds: float) -> bool:
+                nonlocal now
+                now += milliseconds / 1000
+                return bool(kills) or now > 1000
+
+        def state(pid: int) -> bytes:
+            return b"T" if stopped_at <= now < stopped_at + stopped_s else b"S"
+
+        monkeypatch.setattr(session_guard, "select", SimpleNamespace(poll=Poll, POLLIN=1))
+        monkeypatch.setattr(session_guard, "process_state", state)
+        monkeypatch.setattr(session_guard.os, "kill", lambda *of: kills.append(of))
+        session_guard.wait_for_end(os.getppid(), timeout_s, os.devnull)
+        assert kills in ([], [(os.getppid(), signal.SIGKILL)])
+        return bool(kills)
+
+    for stopped_at in range(100, 111):
+        assert not killed(stopped_at, timeout_s - 0.1)
+        assert killed(stopped_at, timeout_s + 2 * session_guard.LOOK_EVERY_S)
+
+
 def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
     """Whoever stops it: it would hold the run until the collective's timeout."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
@@ -266,7 +298,7 @@ def test_a_run_goes_on_once_the_roles_that_have_lost_their_supervisor_have_ended
     """They finish and save a step: a second learner beside them would write the same files."""
     folder.release()
     with child() as role:
-        about = {"who": "learner rank 0", "pid": role.pid, "started": role.create_time(), "doing": "update"}
+        about = {"who": "learner rank 0", "pid": role.pid, "started": start_of(role.pid), "doing": "update"}
         file = beat_file(folder, "rank-0")
         file.write_text(
             json.dumps(about | {"host": socket.gethostname(), "since": 0.0, "now": 0.0, "cpu": 1.0})
@@ -280,3 +312,13 @@ def test_a_run_goes_on_once_the_roles_that_have_lost_their_supervisor_have_ended
         start._claimed(folder)
         assert not file.exists()
         assert f"waiting for the end of learner rank 0 (pid {role.pid})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_correction_of_the_clock_hides_no_role(folder, monkeypatch, hours):
+    """A resume would not wait for a learner that still writes the folder."""
+    Pulse(folder, "rank-0", timeout_s=60).look()
+    boot = psutil.boot_time()
+    # The kernel tells the time of its start by the corrected clock.
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 3600 * hours)
+    assert [beat.pid for beat in heartbeat.living_roles(folder)] == [os.getpid()]

@@ -147,7 +147,7 @@ def test_a_server_that_is_back_is_announced_once_the_disk_has_space(folder, monk
 
 def of_killed(prefix: str, folder: Path) -> Path:
     """A folder of this name's kind, whose process had our id before us."""
-    name = own_name(prefix).replace(f"-{guarded_process._start_of(os.getpid())}-", "-1-")
+    name = own_name(prefix).replace(f"-{guarded_process.start_of(os.getpid())}-", "-1-")
     (folder / name).mkdir()
     return folder / name
 

@@ -1,7 +1,9 @@
 """The watch over servers, with a few lines of Python in a server's place."""
 
+import socket
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import psutil
@@ -123,3 +125,28 @@ def test_the_end_of_a_server_does_not_tell_the_key(tmp_path, monkeypatch):
     finally:
         started.stop()
     assert "'api_key': '***'" in str(death.value) and key.secret not in str(death.value)
+
+
+def test_a_port_that_is_taken_before_its_server_listens_is_named(tmp_path, monkeypatch):
+    """Behind the error are the lists of what libraries leak."""
+    with closing(socket.socket()) as stranger:
+
+        def command(spec, share, ports, *_, **__):
+            stranger.bind(("127.0.0.1", ports.http))
+            stranger.listen()
+            leaks = "import atexit; atexit.register(print, 'nanobind: leaked 64 types!' + 60 * '\\n - leaked type \"x\"')"
+            return [sys.executable, "-c", leaks + SERVER, str(ports.http)]
+
+        monkeypatch.setattr(fleets, "server_command", command)
+        monkeypatch.setattr(fleets, "HEALTH_REQUEST_TIMEOUT_S", 0.1)
+        (tmp_path / "config.json").write_text("{}")
+        started = ServerFleet(server_spec(tmp_path), tmp_path / "logs")
+        try:
+            started.start()
+            with pytest.raises(ServerDied) as death:
+                started.wait_healthy(60)
+        finally:
+            started.stop()
+        port = stranger.getsockname()[1]
+    assert f"because another process had taken its port {port}: start again" in str(death.value)
+    assert str(death.value).endswith("Address already in use") and "leaked" not in str(death.value)
