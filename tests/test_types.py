@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST = 52
+MOST = 51
 """Errors of basedpyright, as pyproject.toml sets it. It only goes down."""
 
 

@@ -321,7 +321,7 @@ class _Reader:
         if "\\t" in reason:
             fix = "indent with spaces, not tabs"
         if isinstance(error, _TooMuch):
-            fix = error.note
+            fix = str(error.note)
         if "another document" in reason:
             reason, fix = (
                 "a second document begins",
