@@ -25,6 +25,7 @@ from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, encode_response, end_token_ids, find_turns, load_tokenizer
 from trainer.batch.plan import pack_responses, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
+from trainer.waiting_for_space import save_when_there_is_space
 
 if TYPE_CHECKING:
     from rollout.tokenization import Tokenizer
@@ -73,7 +74,7 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
             rate = tokens / (now - started)
             progress = f"warm start {step:>5}/{config.steps}  loss {loss:.4f}  lr {result.lr:.1e}"
             print_line(f"{progress}  {rate:,.0f} answer tokens/s  {left:4.0f} s left")
-    engine.save_hf(config.output)
+    save_when_there_is_space(engine.save_hf, config.output, print_line)
 
 
 def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Metric]]]:

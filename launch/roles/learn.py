@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from trainer.tracking.tracker import Tracker
     from trainer.weight_sync import ControlOf
 
-SPACE_TRIES, SPACE_AGAIN_S = 61, 10.0
-"""Tries to write the model where the disk is full, and the pause between two."""
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
 
@@ -84,7 +82,7 @@ def _train_and_export(run: "Run", folder: RunFolder, began: float) -> None:
             run.devices.give_to_learner()
             run.doing("export")
         trained = time.perf_counter()
-        # Requests to stop have no effect from here on: the rest ends the run too.
+        # Requests to stop end only a wait for space from here on: the rest ends the run too.
         export(run, folder, start_up_s=started - began, training_s=trained - started)
 
 
@@ -92,6 +90,7 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
     """Write what a run is made for: model and adapter, and on the first rank summary and report."""
     from launch.roles.summary import write_summary
     from trainer.loop import tell_once
+    from trainer.waiting_for_space import save_when_there_is_space
 
     tracker = run.tracker
     if tracker is not None:
@@ -102,31 +101,15 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
             tracker.say(f"the last checkpoint took {save_s:.1f} s")
         # An earlier summary of the run. A kill before the new one is written must not leave the new model with old steps.
         folder.summary.unlink(missing_ok=True)
-    _write_model(run, folder)
+    for save, target in ((run.learner.save_hf, folder.hf), (run.learner.save_adapter, folder.adapter)):
+        say = partial(tell_once, run, target.name)
+        save_when_there_is_space(save, target, say, stop_requested=run.sampler.stop_requested)
     if tracker is not None:
         training_s += tracker.elapsed_before_s
         seconds = {"start_up": start_up_s, "training": training_s}
         write_summary(folder, seconds=seconds, max_failed=run.config.alarms.reward_failed_max)
         for artifact in (*written_report(folder, run.config, tracker), folder.summary):
             tracker.artifact(artifact)
-
-
-def _write_model(run: "Run", folder: RunFolder) -> None:
-    """Write model and adapters, a collective of all ranks. A full disk, with which all the run's work could be lost, is tried again
-    for some minutes, in which somebody may free space. Raises OSError on all ranks."""
-    from parallel.checkpoints.checkpoint import NO_SPACE
-    from trainer.loop import tell_once
-
-    for tries_left in reversed(range(SPACE_TRIES)):  # the same number on every rank, whatever its clock
-        try:
-            run.learner.save_hf(folder.hf)
-            return run.learner.save_adapter(folder.adapter)
-        except OSError as error:
-            if not tries_left or not any(reason in str(error) for reason in NO_SPACE):
-                raise
-            again = f"free space: it is tried again for {tries_left * SPACE_AGAIN_S / 60:.0f} minutes"
-            tell_once(run, "model", f"{error}; {again}")
-        time.sleep(SPACE_AGAIN_S)
 
 
 def build_run(

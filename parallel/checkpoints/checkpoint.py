@@ -83,6 +83,11 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint differs from the written one; the message names the files. Nothing of it was loaded."""
 
 
+def tells_of_no_space(text: str) -> bool:
+    """Whether an error's text says that its disk or the user's quota is full."""
+    return any(reason in text for reason in NO_SPACE)
+
+
 @dataclass(frozen=True, slots=True)
 class WholeCheckpoint:
     """A checkpoint that ``verified`` has compared with its manifest."""
@@ -389,7 +394,7 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
     failures = enumerate(from_all_ranks(failure))
     texts = [f"rank {rank}: {text}" for rank, text in failures if text is not None]
     for text in texts:
-        if any(reason in text for reason in NO_SPACE):
+        if tells_of_no_space(text):
             raise DiskFull(text)
     if texts:
         raise CheckpointError(texts[0])

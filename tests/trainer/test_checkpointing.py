@@ -3,17 +3,15 @@ batches. Engines here only record their calls; real ones are resumed in
 tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
 """
 
-import contextlib
 import errno
 import itertools
 import json
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -298,7 +296,10 @@ def test_a_kill_while_the_model_is_written_leaves_no_steps_of_an_older_one(tmp_p
     folder = RunFolder(tmp_path)
     folder.summary.write_text('{"steps": 8}')
     run = SimpleNamespace(
-        tracker=Mock(), checkpointer=Mock(), learner=SimpleNamespace(save_hf=killed), sampler=None
+        tracker=Mock(),
+        checkpointer=Mock(),
+        learner=SimpleNamespace(save_hf=killed, save_adapter=Mock()),
+        sampler=Mock(),
     )
     run.checkpointer.save_before_export.return_value = None
     run.checkpointer.last_save_s = 1.26
@@ -306,37 +307,6 @@ def test_a_kill_while_the_model_is_written_leaves_no_steps_of_an_older_one(tmp_p
         learning.export(run, folder, start_up_s=0.0, training_s=0.0)
     assert not folder.summary.exists()
     run.tracker.say.assert_called_with("the last checkpoint took 1.3 s")  # no further step has it in its line
-
-
-FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
-
-
-@pytest.mark.parametrize(("failures", "written", "tries"), [
-    ([FULL, FULL], True, 3),  # and then there is space
-    ([FULL] * 9, False, 4),
-    (["Permission denied"], False, 1),
-])  # fmt: skip
-def test_a_model_that_finds_no_space_at_the_end_is_tried_again(
-    tmp_path, monkeypatch, failures, written, tries
-):
-    """A run without checkpoints would lose all its steps."""
-    left, asked = [*failures], []
-
-    def save(folder: Path) -> None:
-        asked.append(folder)
-        if left:
-            raise OSError(f"could not write the Hugging Face folder: {left.pop(0)}")
-
-    monkeypatch.setattr(learning, "SPACE_TRIES", 4)
-    monkeypatch.setattr(learning, "SPACE_AGAIN_S", 0.0)
-    run = SimpleNamespace(tracker=Mock(), learner=SimpleNamespace(save_hf=save, save_adapter=Mock()))
-    folder = RunFolder(tmp_path)
-    with contextlib.nullcontext() if written else pytest.raises(OSError, match=re.escape(failures[-1])):
-        learning._write_model(run, folder)
-    assert asked == [folder.hf] * tries
-    assert run.learner.save_adapter.mock_calls == ([call(folder.adapter)] if written else [])
-    told = [words.args[1] for words in run.tracker.warn_once.mock_calls]
-    assert len(told) == tries - 1 and all("free space" in text for text in told)
 
 
 ACCURACIES = {0: 0.1, 2: 0.5, 4: 0.5, 6: 0.7, 8: 0.6}

@@ -35,9 +35,8 @@ def sentence_pieces() -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=True
-    )  # has no effect
+    has_no_effect = {"clean_up_tokenization_spaces": True}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **has_no_effect)
 
 
 def request_with(tokenizer, texts, token_ids=()):
