@@ -398,7 +398,7 @@ def score(prompt_text, response_text, reference):
             os._exit(7)
         time.sleep(600)
     if response_text.startswith("garbage"):
-        for descriptor in range(3, 64):
+        for descriptor in sorted(int(name) for name in os.listdir("/proc/self/fd"))[3:]:
             try:
                 os.write(descriptor, GARBAGE[response_text])
             except OSError:
@@ -847,7 +847,7 @@ def hangs(prompt, response, reference):
     deeper()
 
 def garbles(prompt, response, reference):
-    for descriptor in range(3, 64):
+    for descriptor in sorted(int(name) for name in os.listdir("/proc/self/fd"))[3:]:
         try:
             os.write(descriptor, b"\\0\\1\\0\\0[")
         except OSError:
