@@ -140,7 +140,7 @@ def test_a_server_that_is_back_is_announced_once_the_disk_has_space(folder, monk
         announce(folder, fleet)
     assert len(full) == 3
     fleet.stop.clear()
-    with pytest.raises(OSError, match="No space"):  # at the first start, before the learner's, no step is lost
+    with pytest.raises(OSError, match="No space"):  # before the learner has started, no step is lost
         announce(folder, fleet)
     assert len(full) == 2
     write_json(folder.address("learn"), {})
