@@ -349,6 +349,11 @@ def _set_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
+def tells_of_no_space(text: str) -> bool:
+    """Whether the text of an error has a full disk, or a used up quota, as its reason."""
+    return any(reason in text for reason in NO_SPACE)
+
+
 def _require_space(folder: Path, state: Any) -> None:
     """Check before a write that rank 0's own share fits; one rank of each other stage or slice holds as much."""
     needed = sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(state))
@@ -389,7 +394,7 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
     failures = enumerate(from_all_ranks(failure))
     texts = [f"rank {rank}: {text}" for rank, text in failures if text is not None]
     for text in texts:
-        if any(reason in text for reason in NO_SPACE):
+        if tells_of_no_space(text):
             raise DiskFull(text)
     if texts:
         raise CheckpointError(texts[0])
