@@ -21,7 +21,11 @@ SHARED_FOLDER_S = 60.0
 
 def way_to_write(error: OSError) -> str:
     """What a user does about a write that failed."""
-    return "free space" if error.errno in NO_SPACE else "make the folder writable"
+    if error.errno in NO_SPACE:
+        return "free space"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "make the folder writable"
+    return "raise the limit of file sizes (`ulimit -f`)" if error.errno == errno.EFBIG else "look at its disk"
 
 
 def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:

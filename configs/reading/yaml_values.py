@@ -23,6 +23,8 @@ from configs.schema.base import Schema, without_credentials
 MAX_DEPTH = 100
 MAX_VALUES = 10_000
 """Limits of one text; an alias counts as often as it is used. No config comes near either."""
+_TOO_MANY = f"more than {MAX_VALUES} values, aliases written out"
+_FEWER = "name a config, or remove aliases of aliases"
 
 _BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"[-+]?[0-9](_?[0-9])*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
@@ -69,8 +71,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._count += 1
         if self._count > 2 * MAX_VALUES:
-            mark, fix = self.peek_event().start_mark, "name a config; none has that many"
-            raise _TooMuch(problem=f"more than {MAX_VALUES} values", problem_mark=mark, note=fix)
+            raise _TooMuch(problem=_TOO_MANY, problem_mark=self.peek_event().start_mark, note=_FEWER)
         with self.deeper(self.peek_event().start_mark):
             return super().compose_node(parent, index)
 
@@ -249,8 +250,7 @@ class _Reader:
             raise self._unusable(path, "an alias that contains itself", "remove the alias", node.start_mark)
         self._count += 1
         if self._count > MAX_VALUES:
-            error = f"with its aliases written out, the text holds more than {MAX_VALUES} values"
-            raise self._unusable(path, error, "remove aliases of aliases", node.start_mark)
+            raise self._unusable(path, _TOO_MANY, _FEWER, node.start_mark)
         within = (*parents, id(node))
         with self._loader.deeper(node.start_mark):
             if isinstance(node, yaml.SequenceNode):

@@ -252,7 +252,7 @@ def _check_devices(
     if is_here:
         yield from _check_gpus(config, runs)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if most < LEAST_OPEN_FILES:
+        if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
             text = f"a process may have at most {most} open files here, and a run needs {LEAST_OPEN_FILES}"
             yield "launch", f"{text}; raise the hard limit (`ulimit -Hn`), or have the administrators do so"
         if "serve" in runs:

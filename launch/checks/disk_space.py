@@ -27,6 +27,8 @@ from parallel.planning.work import BYTES
 
 LARGEST_FILE = 4 * GIB
 """A larger model is written in several files."""
+FILES_OF_RANK = 2
+"""Most files of tensors that a learner rank writes into a checkpoint: Megatron's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class DiskNeed:
     """The trained model, in Hugging Face format, and its adapters."""
     there: int
     """Checkpoints of a resumed run that are on the disk already."""
+    largest_file: int
+    """The largest file of all has these bytes or more."""
 
     @property
     def least(self) -> int:
@@ -62,22 +66,27 @@ def disk_need(config: AnyConfig) -> DiskNeed:
     """Raises ValueError for a model that cannot be used."""
     policy = architecture_of(config.model.path)
     model = _parameters(policy) * BYTES[config.model.dtype]
+    of_model = min(model, LARGEST_FILE)
     if isinstance(config, SftConfig):
-        return DiskNeed(checkpoint=0, checkpoints=0, model=model, there=0)
+        return DiskNeed(checkpoint=0, checkpoints=0, model=model, there=0, largest_file=of_model)
     trained = _parameters(policy)
     if config.learner.lora is not None:
         trained = adapter_parameters(policy, LayoutConfig(), config.learner.lora)
         model += trained * BYTES[config.model.dtype]
-    checkpoint = _checkpoint_bytes(trained, config.model.dtype, config.learner.optimizer)
+    saved = [_checkpoint_bytes(trained, config.model.dtype, config.learner.optimizer)]
     if config.critic is not None:
         backbone = config.critic.model or config.model
         parameters = _parameters(architecture_of(backbone.path), output=False)
-        checkpoint += _checkpoint_bytes(parameters, backbone.dtype, config.critic.optimizer)
+        saved.append(_checkpoint_bytes(parameters, backbone.dtype, config.critic.optimizer))
     settings = config.checkpoint
     at_once = min(settings.keep + 1, -(-config.steps // settings.every)) if settings.every else 0
     at_once += settings.keep_best is not None
     there = stored_bytes(config.resume / "checkpoints") if config.resume else 0
-    return DiskNeed(checkpoint=checkpoint, checkpoints=at_once, model=model, there=there)
+    of_checkpoint = max(saved) // (FILES_OF_RANK * config.layout.world_size) if at_once else 0
+    largest = max(of_model, of_checkpoint)
+    return DiskNeed(
+        checkpoint=sum(saved), checkpoints=at_once, model=model, there=there, largest_file=largest
+    )
 
 
 def _parameters(architecture: Architecture, *, output: bool = True) -> int:
@@ -95,9 +104,10 @@ def disk_problems(config: AnyConfig, notes: list[str]) -> Iterator[Finding]:
     field, folder = _output_folder(config)
     need, free = disk_need(config), free_bytes(folder)
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and limit < min(need.model, LARGEST_FILE):
-        text = f"files may have at most {size_text(limit)} here, and the trained model has {size_text(need.model)}"
-        yield field, f"{field}={folder}: {text}; call `ulimit -f unlimited` first"
+    if limit != resource.RLIM_INFINITY and limit < need.largest_file:
+        text = f"files may have at most {size_text(limit)} here, and the run writes one of {size_text(need.largest_file)} or more"
+        fix = "raise the limit (`ulimit -f`), or have the administrators do so"
+        yield field, f"{field}={folder}: {text}; {fix}"
     if free is None or free >= need.most:
         return
     text = f"{field}={folder}: its disk has {size_text(free)} free, and the run needs {{}} ({need.text})"

@@ -188,6 +188,7 @@ class Pulse(_Looking):
         self._file, self._who = beat_file(folder, name), role_text(name)
         self._stopped = StoppedProcesses(timeout_s)
         self._me = psutil.Process()
+        self._started = start_of(self._me.pid)
         self._doing, self._since = "starting", time.monotonic()
         self._cpu, self._cpu_at = 0.0, time.monotonic()
         self._ended: list[str] = []
@@ -212,7 +213,7 @@ class Pulse(_Looking):
         share = max(used - self._cpu, 0.0) / max(now - self._cpu_at, 0.001)
         self._cpu, self._cpu_at = used, now
         beat = Beat(
-            who=self._who, pid=self._me.pid, started=start_of(self._me.pid), host=socket.gethostname(), doing=self._doing,
+            who=self._who, pid=self._me.pid, started=self._started, host=socket.gethostname(), doing=self._doing,
             since=self._since, now=now, cpu=round(share, 3), ended=self._ended,
         )  # fmt: skip
         write_json(self._file, asdict(beat))

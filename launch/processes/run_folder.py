@@ -214,14 +214,15 @@ class RunFolder:
         """Tell the other roles where ``role`` listens. The file appears complete or not at all.
 
         gives_up: asked while the disk is full; the error is raised once it says so. A role that is started again during a run
-        waits for space: its learner continues once there is some.
+        waits for space: its learner continues once there is some. Without a learner nothing is lost, and the error is raised
+        at once.
         """
         has_told = False
         while True:
             try:
                 return write_json(self.address(role), address)
             except OSError as error:
-                if error.errno not in NO_SPACE or gives_up():
+                if error.errno not in NO_SPACE or gives_up() or self.read_address("learn") is None:
                     raise
             if not has_told:
                 print(

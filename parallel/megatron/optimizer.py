@@ -84,7 +84,8 @@ def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> Opt
     """Step k of n (from 1) runs at lr k / warmup while warming up. A decaying schedule would reach min_lr at step n + 1: at
     step n the default min_lr, 0, would teach nothing. The schema has warm-ups end before that.
 
-    These are the rates of Megatron-LM and transformers, but for their first step of a warm-up, which has rate 0.
+    Without a warm-up these are the rates of Megatron-LM and transformers. With one, the first step of theirs has rate 0: the n
+    steps here have the rates of their schedule of n + 1 steps, from its second step on.
     """
     warmup_steps = max(config.warmup_steps, 1)  # the first step has lr
     decay_steps = max(total_steps, warmup_steps) + 1

@@ -5,6 +5,7 @@ Requests (``client``), weights (``control``) and the choice of nodes and GPUs ar
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ from rollout.servers.watched_process import (
     start_watched,
 )
 
-PORT_TAKEN = "address already in use"
-"""What uvicorn says, a hundred lines before the server's end."""
+PORT_TAKEN = r"error while attempting to bind on address \('[^']*', {port}\b[^)]*\): address already in use"
+"""What uvicorn says of its port, a hundred lines before the server's end. torch and ZMQ, which have other ports, end with the
+same last words."""
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
 RESTARTED_HEALTH_TIMEOUT_S = 5.0
@@ -176,10 +178,12 @@ class ServerFleet:
             if replica.process.poll() is not None:
                 raise self._death_of(replica)
 
-    def _death_of(self, replica: _Replica) -> ServerDied:
+    def _death_of(self, replica: _Replica, *, is_restarted: bool = False) -> ServerDied:
         pid, ended = replica.pid or replica.process.pid, how_it_ended(replica.process.returncode)
-        if PORT_TAKEN in log_tail(replica.log_file, lines=1000).lower():
-            ended += f", because another process had taken its port {replica.ports.http}: start again"
+        port = replica.ports.http
+        if re.search(PORT_TAKEN.format(port=port), log_tail(replica.log_file, lines=1000)):
+            fix = "" if is_restarted else ": start again"
+            ended += f", because another process had taken its port {port}{fix}"
         return ServerDied(f"SGLang replica {replica.number} (pid {pid}) {ended}; {self._log_end(replica)}")
 
     def _log_end(self, replica: _Replica) -> str:
@@ -205,10 +209,9 @@ class ServerFleet:
         ended = [i for i, replica in enumerate(self._replicas) if replica.process.poll() is not None]
         for i in ended:
             replica = self._replicas[i]
-            death = self._death_of(replica)
             if len(ended) > most or replica.share.num_nodes > 1:
-                raise death
-            deaths.append(death)
+                raise self._death_of(replica)
+            deaths.append(self._death_of(replica, is_restarted=True))
             end_watched([replica.process])  # what may be left of its group
             replica.meeting.close()
             replica.log_file.replace(replica.log_file.with_suffix(f".life{replica.life}.log"))

@@ -166,8 +166,8 @@ def server_pid(process: subprocess.Popen) -> int | None:
 def log_tail(
     log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0, key: RunKey | None = None
 ) -> str:
-    """The last lines of a log, without progress bars and nanobind's lists. The first ``start`` bytes, which are an earlier process's, are
-    left out. ``key`` is masked, because others may read the output."""
+    """The last lines of a log, without progress bars and nanobind's lists. The first ``start`` bytes, which are an earlier
+    process's, are left out. ``key`` is masked, because others may read the output."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - 65536, start))

@@ -56,7 +56,17 @@ def test_a_lock_neither_empties_a_file_nor_follows_a_link(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
-@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENOENT"])
-def test_space_is_advised_only_where_there_is_none(name):
-    error = OSError(getattr(errno, name), "")
-    assert ("space" in way_to_write(error)) == (name in ("ENOSPC", "EDQUOT"))
+WAYS = {
+    "ENOSPC": "free space",
+    "EDQUOT": "free space",
+    "EROFS": "make the folder writable",
+    "EACCES": "make the folder writable",
+    "EPERM": "make the folder writable",
+    "EFBIG": "raise the limit of file sizes (`ulimit -f`)",
+    **dict.fromkeys(("EIO", "EMFILE", "ESTALE", "ENOENT"), "look at its disk"),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS.items())
+def test_the_advice_about_a_failed_write_fits_its_reason(name, way):
+    assert way_to_write(OSError(getattr(errno, name), "")) == way

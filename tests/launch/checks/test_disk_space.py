@@ -1,6 +1,7 @@
 """Space on disks: what a checkpoint takes, what is said before a run that cannot fit, and what an export onto
 a full disk leaves."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -76,6 +77,7 @@ def test_the_estimate_is_what_a_checkpoint_takes(folder, model, tmp_path, dtype,
     engine.save(step_folder(tmp_path, 1), {})
     policy = disk_need(config(*overrides, "checkpoint.every=1"))
     assert 1 <= stored_bytes(tmp_path) / policy.checkpoint < 1.03
+    assert policy.largest_file <= max(file.stat().st_size for file in tmp_path.rglob("*.distcp"))
     engine.save_hf(tmp_path / "hf")
     assert 1 <= (tmp_path / "hf" / "model.safetensors").stat().st_size / policy.model < 1.03
 
@@ -136,18 +138,29 @@ def test_too_little_space_is_an_error_and_perhaps_too_little_a_note(folder, free
 
 
 def test_a_limit_of_the_size_of_files_below_the_model_is_an_error(folder, free, monkeypatch):
-    free.free, run = 2**60, config("launch.runs_dir=here/runs")
+    free.free, run = 2**60, config("launch.runs_dir=here/runs", "checkpoint.every=0")
     need = disk_need(run)
     for limit, count in ((resource.RLIM_INFINITY, 0), (need.model, 0), (need.model - 1, 1)):
         monkeypatch.setattr(disk_space.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         errors, notes = problems(run)
         assert (len(errors), notes) == (count, [])
     ((field, said),) = errors
-    assert (
-        field == "launch.runs_dir" and size_text(need.model) in said and "call `ulimit -f unlimited`" in said
-    )
+    assert field == "launch.runs_dir" and f"one of {size_text(need.model)} or more" in said
+    assert said.endswith("raise the limit (`ulimit -f`), or have the administrators do so")
     monkeypatch.setattr(disk_space, "LARGEST_FILE", need.model - 1)  # a model of several files
     assert problems(run) == ([], [])
+
+
+def test_a_limit_of_the_size_of_files_below_those_of_a_checkpoint_is_an_error(folder, free, monkeypatch):
+    """Each rank writes its share, in two files."""
+    free.free = 2**60
+    one, four = (config("checkpoint.every=1", f"layout.dp={dp}") for dp in (1, 4))
+    need = disk_need(one)
+    assert need.largest_file == need.checkpoint // 2 > need.model
+    monkeypatch.setattr(disk_space.resource, "getrlimit", lambda _: (need.checkpoint // 2 - 1,) * 2)
+    ((_, said),) = problems(one)[0]
+    assert f"one of {size_text(need.checkpoint // 2)} or more" in said
+    assert problems(four) == ([], [])
 
 
 def test_what_a_resumed_run_has_written_is_not_needed_again(folder, free):
@@ -189,6 +202,21 @@ def test_dry_run_tells_the_sizes(folder, free):
         f"disk, in runs: up to {size_text(need.most)}, of 5.00 GiB free here: 3 checkpoints at once of {size_text(need.checkpoint)} "
         f"each, the trained model {size_text(need.model)}"
     )
+
+
+@pytest.mark.parametrize(
+    ("hard", "is_error"), [(resource.RLIM_INFINITY, False), (256, False), (255, True), (64, True)]
+)
+def test_too_few_open_files_are_said_before_a_start(folder, free, monkeypatch, hard, is_error):
+    """Roles raise their own limit up to the hard one, which alone counts."""
+    limits = {resource.RLIMIT_NOFILE: (64, hard)}
+    unlimited = (resource.RLIM_INFINITY,) * 2
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    free.free = 2**60
+    told = rf"may have at most {hard} open files here, and a run needs 256\n.*raise the hard limit \(`ulimit -Hn`\)"
+    expected = pytest.raises(ConfigError, match=told) if is_error else contextlib.nullcontext()
+    with expected:
+        training.train(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

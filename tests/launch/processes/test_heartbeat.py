@@ -119,6 +119,15 @@ def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
     assert "its CPU is idle" in replace(beat, cpu=0.01).text()
 
 
+def test_a_pulse_reads_its_own_start_once(folder, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(heartbeat, "start_of", lambda pid: asked.append(pid) or "123")
+    pulse = Pulse(folder, "rank-0", timeout_s=60)
+    for _ in range(3):
+        pulse.look()
+    assert asked == [os.getpid()] and read_beats(folder)[0][0].started == "123"
+
+
 def test_a_pulse_ends_a_stopped_process_of_its_role_and_leaves_word_of_it(folder, capfd):
     with child() as server:
         stop(server)

@@ -123,7 +123,7 @@ def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder,
 
 def test_a_server_that_is_back_is_announced_once_the_disk_has_space(folder, monkeypatch, capsys):
     """Its role would end, and with it the run."""
-    full = [OSError(errno.ENOSPC, "No space left on device")] * 3
+    full = [OSError(errno.ENOSPC, "No space left on device")] * 4
 
     def write_where_there_is_space(path: Path, content: dict) -> None:
         if full:
@@ -138,8 +138,12 @@ def test_a_server_that_is_back_is_announced_once_the_disk_has_space(folder, monk
     with pytest.raises(OSError, match="No space"):  # of a stop, nothing is waited for
         fleet.stop.set()
         announce(folder, fleet)
-    assert len(full) == 2
+    assert len(full) == 3
     fleet.stop.clear()
+    with pytest.raises(OSError, match="No space"):  # before the learner has started, no step is lost
+        announce(folder, fleet)
+    assert len(full) == 2
+    write_json(folder.address("learn"), {})
     watch(folder, fleet, restarts=1)
     assert not full and folder.read_address("serve")["lives"] == {"http://a:1": 1}
     assert capsys.readouterr().out.count("has no space for the address of serve") == 1

@@ -235,6 +235,16 @@ def test_too_little_space_is_seen_before_writing(folder, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("number", "tells"),
+    [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EFBIG, False), (errno.EROFS, False)],
+)
+def test_an_error_of_no_space_is_found_in_its_text(number, tells):
+    assert (
+        checkpoint.tells_of_no_space(f"rank 3: {OSError(number, os.strerror(number), 'common.pt')}") == tells
+    )
+
+
 @pytest.mark.parametrize("name", ["common.pt", ".metadata.tmp", "metadata.json", "complete.json"])
 def test_each_file_that_finds_no_space_is_a_full_disk(folder, tmp_path, monkeypatch, name):
     """Of a disk that fills after it was looked at. torch's stream into a file tells of no reason."""

@@ -127,15 +127,28 @@ def test_the_end_of_a_server_does_not_tell_the_key(tmp_path, monkeypatch):
     assert "'api_key': '***'" in str(death.value) and key.secret not in str(death.value)
 
 
+BOUND = """
+import atexit, socket, sys
+atexit.register(print, 'nanobind: leaked 64 types!' + 60 * '\\n - leaked type "x"')
+try:
+    socket.socket().bind(address := ("127.0.0.1", int(sys.argv[1])))
+except OSError as error:
+    reason = f"error while attempting to bind on address {address!r}: {error.strerror.lower()}"
+    print(f"ERROR:    [Errno {error.errno}] {reason}")
+    raise SystemExit(1)
+"""
+"""A server that finds its port taken, in the words of asyncio and uvloop, which uvicorn prints."""
+
+
 def test_a_port_that_is_taken_before_its_server_listens_is_named(tmp_path, monkeypatch):
     """Behind the error are the lists of what libraries leak."""
     with closing(socket.socket()) as stranger:
 
         def command(spec, share, ports, *_, **__):
-            stranger.bind(("127.0.0.1", ports.http))
-            stranger.listen()
-            leaks = "import atexit; atexit.register(print, 'nanobind: leaked 64 types!' + 60 * '\\n - leaked type \"x\"')"
-            return [sys.executable, "-c", leaks + SERVER, str(ports.http)]
+            if stranger.getsockname()[1] == 0:
+                stranger.bind(("127.0.0.1", ports.http))
+                stranger.listen()
+            return [sys.executable, "-c", BOUND, str(ports.http)]
 
         monkeypatch.setattr(fleets, "server_command", command)
         monkeypatch.setattr(fleets, "HEALTH_REQUEST_TIMEOUT_S", 0.1)
@@ -145,8 +158,37 @@ def test_a_port_that_is_taken_before_its_server_listens_is_named(tmp_path, monke
             started.start()
             with pytest.raises(ServerDied) as death:
                 started.wait_healthy(60)
+            (restarted,) = started.restart_ended(most=1)  # Tandem itself starts it again
         finally:
             started.stop()
         port = stranger.getsockname()[1]
-    assert f"because another process had taken its port {port}: start again" in str(death.value)
-    assert str(death.value).endswith("Address already in use") and "leaked" not in str(death.value)
+    told = f"because another process had taken its port {port}"
+    assert f"{told}: start again; last lines" in str(death.value)
+    assert str(death.value).endswith("address already in use") and "leaked" not in str(death.value)
+    assert f"{told}; last lines" in str(restarted) and "start again" not in str(restarted)
+
+
+TAKEN_ELSEWHERE = (
+    "The server socket has failed to listen on any local network address. port: 57893, useIpv6: false, code: -98, "
+    "name: EADDRINUSE, message: address already in use",
+    "Address already in use (addr='tcp://127.0.0.1:57893')",
+    "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1{port}): address already in use",
+)
+"""torch's TCPStore and ZMQ about ports of their own, and uvicorn about one of other digits."""
+
+
+@pytest.mark.parametrize("said", TAKEN_ELSEWHERE)
+def test_another_taken_port_is_not_told_as_that_of_http(tmp_path, monkeypatch, said):
+    def command(spec, share, ports, *_, **__):
+        return [sys.executable, "-c", f"raise SystemExit({said.replace('{port}', str(ports.http))!r})"]
+
+    monkeypatch.setattr(fleets, "server_command", command)
+    (tmp_path / "config.json").write_text("{}")
+    started = ServerFleet(server_spec(tmp_path), tmp_path / "logs")
+    try:
+        started.start()
+        with pytest.raises(ServerDied, match="already in use") as death:
+            started.wait_healthy(60)
+    finally:
+        started.stop()
+    assert "had taken its port" not in str(death.value)
