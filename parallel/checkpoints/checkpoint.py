@@ -354,11 +354,6 @@ def _set_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def tells_of_no_space(text: str) -> bool:
-    """Whether the text of an error has a full disk, or a used up quota, as its reason."""
-    return any(reason in text for reason in NO_SPACE)
-
-
 def _require_space(folder: Path, state: Any) -> None:
     """Check before a write that rank 0's own share fits; one rank of each other stage or slice holds as much."""
     needed = sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(state))
