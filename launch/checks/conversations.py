@@ -1,7 +1,9 @@
 """Renders conversations of the data before anything starts, by the chat templates of all models that will read them, and
 counts their tokens."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +33,27 @@ def check_conversations(
 
     if not survey.conversations:
         return
-    arguments, fix = config.model.chat_template_kwargs, "; use roles that the template takes"
+    arguments = config.model.chat_template_kwargs
     if tokenizer is not None and template_error(tokenizer, None, arguments) is None:
         for where, prompt, response in survey.conversations:
-            error = _conversation_error(tokenizer, prompt, arguments, fix)
+            error = _conversation_error(tokenizer, prompt, arguments)
             if error := error or _response_error(tokenizer, prompt, response, ends, config):
                 yield field, f"{where}: {error}, or drop such records"
                 break
     for folder in reward_tokenizers(config) if isinstance(config, RunConfig) else ():
         try:
-            reader, fix = open_tokenizer(folder), "; use text: {type: plain}"
+            reader = open_tokenizer(folder)
         except ValueError:  # which is reported elsewhere
             continue
         for where, prompt, _ in survey.conversations:
             trial = (*messages_of(prompt), _ANSWER)
-            if reader is not None and (error := _conversation_error(reader, trial, {}, fix)):
+            if reader is not None and (error := _conversation_error(reader, trial, {}, for_reward=True)):
                 yield "reward", f"reward: {where}: {error}, or drop such records"
                 break
 
 
 def _conversation_error(
-    tokenizer: "Tokenizer", prompt: "DataPrompt", arguments: Mapping[str, Any], fix: str
+    tokenizer: "Tokenizer", prompt: "DataPrompt", arguments: Mapping[str, Any], *, for_reward: bool = False
 ) -> str | None:
     """Why the template cannot render the conversation, or what it leaves out, with texts made for the trial."""
     from rollout.records import WithTools, messages_of
@@ -65,6 +67,8 @@ def _conversation_error(
     tools = prompt.tools if isinstance(prompt, WithTools) else ()
     render = partial(render_chat, tokenizer, tools=tools, arguments=arguments, header=True)
     named = f"a conversation of {', '.join(message['role'] for message in trial)}"
+    plain = "use text: {type: plain}"
+    fix = f"; {plain if for_reward else 'use roles that the template takes'}"
     try:
         text = render(trial)
     except ValueError as error:
@@ -73,9 +77,10 @@ def _conversation_error(
     for place, message in enumerate(trial):
         if message["role"] in ("system", "user") and message["content"] not in text:
             return f"{named}: {name} leaves out message {place + 1}, of role {message['role']}{fix}"
-        if message.get("tool_calls") and not _reads_calls(render, trial, place):
-            way = "use a template that writes them, or write them into the message's content"
-            return f"{named}: {name} leaves out the tool calls of message {place + 1}; {way}"
+        if lost := _lost_call(render, trial, place, text):
+            way = "use a template that writes them, or write them into the message's content and remove tool_calls"
+            way += f", or {plain}, which has only the contents" if for_reward else ""
+            return f"{named}: {name} leaves out the tool calls of message {place + 1} ({lost}); {way}"
     for tool in tools:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or str(function.get("name", tool)) not in text:
@@ -83,13 +88,55 @@ def _conversation_error(
     return None
 
 
-def _reads_calls(render: Callable[["list[Message]"], str], messages: "list[Message]", place: int) -> bool:
-    """Whether the text of a conversation depends on the tool calls of the message at ``place``."""
-    bare = {key: value for key, value in messages[place].items() if key != "tool_calls"}
-    try:
-        return render([*messages[:place], bare, *messages[place + 1 :]]) != render(messages)
-    except ValueError:  # the template refuses the message without them
-        return True
+def _lost_call(
+    render: Callable[["list[Message]"], str], messages: "list[Message]", place: int, text: str
+) -> str | None:
+    """What of the tool calls of the message at ``place`` has no effect on the conversation's ``text``."""
+    calls = messages[place].get("tool_calls") or []
+    is_list = isinstance(calls, list)  # what else it may be, the template decides
+    for number, call in enumerate(calls if is_list else [calls]):
+        for part, changed in _changes_of(call):
+            others = [*calls[:number], changed, *calls[number + 1 :]] if is_list else changed
+            changed_message = {**messages[place], "tool_calls": others}
+            # A template that refuses the change has read it.
+            with suppress(ValueError):
+                if render([*messages[:place], changed_message, *messages[place + 1 :]]) == text:
+                    return f"{part} of call {number + 1}"
+    return None
+
+
+def _changes_of(call: Any) -> Iterator[tuple[str, Any]]:
+    """(part, the call with only this part changed). OpenAI's form has the parts in ``function``."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    fields = function if isinstance(function, dict) else {}
+    parts = [name for name in ("name", "arguments") if fields.get(name) is not None]
+    for name in parts:
+        changed = {**fields, name: _another(fields[name])}
+        yield f"the {name}", {**call, "function": changed} if "function" in call else changed
+    if not parts:
+        yield "all", _another(call)
+
+
+def _another(value: Any) -> Any:
+    """Another value of the same type, in an object another for every value. A JSON text stays one."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return 8 if value == 7 else 7
+        case str():
+            with suppress(ValueError, RecursionError):
+                if isinstance(inside := json.loads(value), dict | list):
+                    return json.dumps(_another(inside))
+            return f"{value}7"
+        case dict():
+            # Not deeper: data may be nested deeper than Python calls.
+            return {
+                name: 7 if isinstance(inner, dict) else _another(inner) for name, inner in value.items()
+            } or {"other": 7}
+        case list():
+            return [*value, 7]
+    return 7
 
 
 def _response_error(

@@ -32,9 +32,11 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None]) -
         return wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=end.interrupt)
 
     def announce(address: str) -> None:
-        cancel_at_sigterm()  # not earlier: the start waits for servers outside of the event loop, where it has no effect
         about = {"address": address, "pid": os.getpid(), "host": socket.gethostname()}
         folder.announce("sample", about, gives_up=end.has_come)
+        # Not earlier: the start blocks the event loop while it waits for servers, and here for space on the disk. SIGTERM
+        # would have no effect then.
+        cancel_at_sigterm()
 
     try:
         policy, host = architecture_of(config.model.path), own_address(config.launch.nodes)

@@ -273,12 +273,14 @@ class Scorer:
         value = sum(parts[field].weight * score.value for field, score in scores.items())
         return Score(
             value=value,
-            parts=self._named_parts(source, scores, value),
+            parts=self._named_parts(source, scores, value, has_failed=bool(errors)),
             correct=deciding.error is None and deciding.value >= 1.0,
             error="; ".join(errors) or None,
         )
 
-    def _named_parts(self, source: str | None, scores: dict[str, Score], value: float) -> dict[str, float]:
+    def _named_parts(
+        self, source: str | None, scores: dict[str, Score], weighted_sum: float, *, has_failed: bool
+    ) -> dict[str, float]:
         reward = self._config
         if isinstance(reward, RewardByField):
             reward = reward.rewards[str(source)]
@@ -287,15 +289,14 @@ class Scorer:
             for name, score in zip(reward.parts, scores.values(), strict=True):
                 named[name] = score.value
                 named |= {f"{name}/{own}": number for own, number in score.parts.items()}
+            unweighted = weighted_sum  # which has no weight of its own
         else:
             (score,) = scores.values()
-            named, value = score.parts, score.value
+            named, unweighted = score.parts, score.value
         if (of := self._names.get(source)) is None:
             return named
-        has_failed = any(score.error is not None for score in scores.values())
-        return ({} if has_failed else {of: value}) | {
-            f"{of}/{part}": number for part, number in named.items()
-        }
+        whole = {} if has_failed else {of: unweighted}
+        return whole | {f"{of}/{part}": number for part, number in named.items()}
 
     def _report_failure(self, score: Score, part: RewardPart, prompt: Prompt, source: str | None) -> Score:
         name = part.function if part.type == "function" else part.type

@@ -266,7 +266,7 @@ async def _answer(channel: zmq.asyncio.Socket, sampler: GroupSampler, request: R
     try:
         reply = await _reply_to(sampler, request)
     except Exception as error:  # a defect: report it to the learner, then end
-        await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
+        await channel.send(encode(_failed(error)))
         raise
     content = encode(reply)
     # The learner trains for minutes on the reply: this process keeps nothing of the step meanwhile.
@@ -299,5 +299,10 @@ async def _reply_to(sampler: GroupSampler, request: Request) -> Reply:
                 return Done()
     except (GenerationError, SamplingError, WorkerStartError, RewardModelError, ValueError) as error:
         logger.error("%s failed: %s", type(request).__name__, error)
-        is_own = isinstance(error, SamplingError)  # as which the learner raises every failure
-        return Failure(str(error) if is_own else f"the sample role failed: {type(error).__name__}: {error}")
+        # The learner raises every failure as a SamplingError.
+        return Failure(str(error)) if isinstance(error, SamplingError) else _failed(error)
+
+
+def _failed(error: Exception) -> Failure:
+    """The learner's supervisor tells by this beginning that the cause is here (``LOST_THE_ROLLOUT``)."""
+    return Failure(f"the sample role failed: {type(error).__name__}: {error}")

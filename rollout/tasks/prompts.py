@@ -191,9 +191,15 @@ def as_json(prompt: DataPrompt | Message) -> str:
 
 
 def shape_of(prompt: DataPrompt) -> tuple[tuple[str, ...], ...]:
-    """What decides whether a template accepts the conversation: roles, names of further fields, and whether
-    there are tools."""
-    roles = (
-        (message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages_of(prompt)
-    )
-    return (*roles, ("", "tools")) if isinstance(prompt, WithTools) else tuple(roles)
+    """What decides whether a template accepts the conversation: roles, names of further fields, whether a message has
+    several tool calls, and whether there are tools."""
+    shape = [
+        (message["role"], *sorted(message.keys() - {"role", "content"}), *_several_calls(message))
+        for message in messages_of(prompt)
+    ]
+    return (*shape, ("", "tools")) if isinstance(prompt, WithTools) else tuple(shape)
+
+
+def _several_calls(message: Message) -> tuple[str, ...]:
+    calls = message.get("tool_calls")
+    return ("several tool calls",) if isinstance(calls, list) and len(calls) > 1 else ()

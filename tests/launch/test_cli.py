@@ -610,7 +610,6 @@ def test_the_result_of_a_job_names_the_command_that_submits_its_further_steps(tm
 
 SERVES_UNTIL_SAMPLING = """
 import pathlib, sys, time
-from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 RunFolder(pathlib.Path(sys.argv[1])).announce("serve", {"urls": []})
 roles = pathlib.Path(sys.argv[1]) / "roles"
@@ -620,7 +619,6 @@ sys.exit(3)
 """
 NEVER_ANSWERS = """
 import pathlib, sys, time, zmq
-from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 folder, asked = RunFolder(pathlib.Path(sys.argv[1])), zmq.Context().socket(zmq.REP)
 asked.curve_server = True

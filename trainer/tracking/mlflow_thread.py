@@ -120,6 +120,15 @@ class Artifact:
 Item = Row | Params | Artifact
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why MLflow does not have everything, for the console; the log has every warning."""
+
+    kind: Literal["outage", "ended", "unfinished"]
+    """outage: sent again later. ended: nothing is sent any more. unfinished: the run ends, and something is not sent."""
+    text: str
+
+
 class MlflowThread(threading.Thread):
     """Sends items to MLflow in order. ``put`` never waits; ``finish`` waits up to its deadline.
 
@@ -148,8 +157,9 @@ class MlflowThread(threading.Thread):
         self._run_id: str | None = None
         self._next_attempt = 0.0
         self._warned: set[str] = set()
-        self.problem: str | None = None
-        """Why nothing is sent at present, for the console; the log has every warning."""
+        self._num_dropped = 0
+        self.problem: Problem | None = None
+        """Of the last attempt to send."""
 
     # ---- called by the training loop
 
@@ -159,30 +169,45 @@ class MlflowThread(threading.Thread):
             if room:
                 self._items.append(item)
                 self._changed.notify()
+            else:
+                self._num_dropped += 1
         if not room:
             message = "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)"
             self._warn_once("full", message, QUEUE_SIZE)
 
-    def finish(self, status: Status, deadline_s: float) -> None:
-        """Send the rest and set the status of the run, in at most ``deadline_s`` seconds."""
+    def finish(self, status: Status, deadline_s: float) -> Problem | None:
+        """Send the rest and set the status of the run, in at most ``deadline_s`` seconds. Returns why this failed."""
         with self._changed:
             self._status = status
             self._changed.notify()
         self.join(deadline_s)
-        if self.is_alive():
-            message = "MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric"
-            log.warning(message, self._shown_uri, deadline_s)
+        if not self.is_alive():
+            return self.problem
+        text = (
+            f"MLflow at {self._shown_uri} did not take everything within {deadline_s:.0f} s; {self._lacking}"
+        )
+        log.warning("%s", text)
+        return Problem("unfinished", text)
+
+    @property
+    def _lacking(self) -> str:
+        """What a run that ends leaves behind."""
+        number = len(self._items) + self._num_dropped
+        items = f"{number} items and " if number else ""
+        return f"metrics.jsonl has every metric, and MLflow lacks {items}the status of this run"
 
     # ---- the thread
 
     def run(self) -> None:
         try:
             self._send_until_finished()
-        except Exception:
+        except Exception as error:
             # The thread's boundary: an error of MLflow or a storage plugin must not end training.
-            message = "MLflow tracking ended; training continues, and metrics.jsonl has every metric"
-            self.problem = message
-            log.error("%s\n%s", message, without_credentials(traceback.format_exc()))
+            then = "training continues, and metrics.jsonl has every metric"
+            if self._status is not None:
+                then = self._lacking
+            self.problem = Problem("ended", f"MLflow tracking ended ({_shortened(error)}); {then}")
+            log.error("%s\n%s", self.problem.text, without_credentials(traceback.format_exc()))
 
     def _send_until_finished(self) -> None:
         from mlflow.exceptions import MlflowException
@@ -201,12 +226,14 @@ class MlflowThread(threading.Thread):
                 self.problem = None
             except (MlflowException, SQLAlchemyError, OSError) as error:
                 self._next_attempt = time.monotonic() + RETRY_S
-                later = "training continues, and MLflow is tried again later"
-                self.problem = f"MLflow at {self._shown_uri}: {_shortened(error)}; {later}"
-                self._warn_once("unreachable", "%s", self.problem)
+                failed = f"MLflow at {self._shown_uri}: {_shortened(error)}"
                 if closing:
-                    message = "MLflow at %s lacks the last %d items and the status of this run"
-                    log.warning(message, self._shown_uri, len(self._items))
+                    self.problem = Problem("unfinished", f"{failed}; {self._lacking}")
+                    log.warning("%s", self.problem.text)
+                else:
+                    later = "training continues, and MLflow is tried again later"
+                    self.problem = Problem("outage", f"{failed}; {later}")
+                    self._warn_once("unreachable", "%s", self.problem.text)
 
     def _wait_for_work(self) -> bool:
         """Wait until there are items and the time to (re)try has come. True if the run ends instead."""

@@ -26,7 +26,7 @@ from trainer.tracking.alarms import check_alarms, judged
 from trainer.tracking.console import Console
 from trainer.tracking.held_out import BestAccuracy
 from trainer.tracking.metrics_file import keep_until
-from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Row, Status
+from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Problem, Row, Status
 from trainer.tracking.publisher import Publisher, services_of
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Tracker:
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._time_left.after(step, now, values))
         self._print_alarms(step, metrics)
-        self._warn_of("MLflow", self._mlflow.problem)
+        self._warn_of_mlflow(self._mlflow.problem)
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.problem())
 
@@ -161,6 +161,10 @@ class Tracker:
         if problem is not None:
             self.warn_once(f"copy to {service}", problem)
 
+    def _warn_of_mlflow(self, problem: Problem | None) -> None:
+        if problem is not None:  # an outage that has passed hides no later problem
+            self.warn_once(f"MLflow: {problem.kind}", problem.text)
+
     def note(self, text: str) -> None:
         """Write a line only to console.log; the console has it already."""
         self._console.note(text)
@@ -179,8 +183,7 @@ class Tracker:
         deadline = time.monotonic() + patience_s
         for publisher in self._publishers:
             publisher.tell(status)
-        self._mlflow.finish(status, patience_s)
-        self._warn_of("MLflow", self._mlflow.problem)
+        self._warn_of_mlflow(self._mlflow.finish(status, patience_s))
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.finish(deadline))
         self._console.close()

@@ -388,6 +388,17 @@ CASES = {
         ), overrides=("reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}",), field="reward",
         error="train.jsonl:line 1: a conversation of system, user, assistant: the chat template of judge cannot", fix="{type: plain}",
     ),
+    "tool calls that a reward model's template leaves out": Case(
+        damage=lambda: (
+            shutil.copytree("model", "judge"), in_model("../judge/chat_template.jinja", CHATML)(),
+            template("{% for m in messages %}{{ m.tool_calls }}{% endfor %}" + CHATML)(),
+            write_jsonl("train.jsonl", {"prompt": [ASKED, CALLED, REPLIED, ASKED], "answer": "1"}),
+        ), overrides=(
+            "reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}", "task.heldout_path=null",
+        ), field="reward",
+        error="the chat template of judge leaves out the tool calls of message 2 (the name of call 1)",
+        fix="or use text: {type: plain}, which has only the contents, or drop such records",
+    ),
     "a long conversation": Case(
         damage=lambda: write_jsonl("train.jsonl", CONVERSATION, CONVERSATION | {"prompt": [*CONVERSATION["prompt"][:1] * 9, ASKED]}),
         field="task.train_path", error="the longest prompt, train.jsonl:line 2, has",
@@ -415,7 +426,7 @@ CASES = {
         damage=lambda: write_jsonl("pairs.jsonl", {"messages": [ASKED, CALLED, REPLIED, ANSWERED]}),
         overrides=("data.messages_field=messages",), config="sft.yaml", field="data.path",
         error="pairs.jsonl:line 1: a conversation of user, assistant, tool: the chat template of model leaves out the tool calls of mes",
-        fix="use a template that writes them, or write them into the message's content, or drop such records",
+        fix="use a template that writes them, or write them into the message's content and remove tool_calls, or drop such records",
     ),
     "tools that the template leaves out": Case(
         damage=lambda: write_jsonl("train.jsonl", {"prompt": "1", "answer": "1", "tools": [TOOL]}),
@@ -664,13 +675,43 @@ def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):
     assert "are context" not in capsys.readouterr().out
 
 
+CALLS = "{% for c in m.tool_calls or [] %}{% set c = c.function or c %}{{ c.name }}CALL{% endfor %}"
+"""Writes the name of each call, and then CALL."""
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": 1}, '{"a": 1}', {"a": {"b": [True, None, "x"]}}, None])
+@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize(
-    "call", ["{{ m.tool_calls }}", "{% if m.role == 'assistant' and not (m.content or m.tool_calls) %}{{ 1 // 0 }}{% endif %}"]
-)  # fmt: skip
-def test_a_template_that_reads_earlier_tool_calls_is_taken(call):
-    template("{% for m in messages %}{{ m.content }}" + call + "{{ eos_token }}{% endfor %}")()
-    write_jsonl("pairs.jsonl", {"messages": [ASKED, CALLED, REPLIED, ANSWERED]})
+    "call", ["{{ c.arguments | tojson }}", "{{ raise_exception('no') if c.arguments == {'a': 7} }}{{ c }}"]
+)
+def test_a_template_that_reads_earlier_tool_calls_is_taken(call, arguments, is_flat):
+    template(
+        "{% for m in messages %}{{ m.content }}" + CALLS.replace("CALL", call) + "{{ eos_token }}{% endfor %}"
+    )()
+    made = {"name": "add", "arguments": arguments}
+    called = CALLED | {"tool_calls": [made if is_flat else {"function": made}] * 2}
+    write_jsonl("pairs.jsonl", {"messages": [ASKED, called, REPLIED, ANSWERED]})
     assert problems("data.messages_field=messages", config="sft.yaml") == []
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": "x"}, '{"a": 1, "b": "x"}'])
+@pytest.mark.parametrize(
+    ("written", "lost"),
+    [
+        ("{% if m.tool_calls %}[called]{% endif %}", "the name of call 1"),
+        ("{{ m.tool_calls | length }}", "the name of call 1"),
+        ("{{ m.tool_calls[0].function if m.tool_calls }}", "the name of call 2"),
+        (CALLS.replace("CALL", ""), "the arguments of call 1"),
+        ("{% if m.role == 'assistant' and not (m.content or m.tool_calls) %}{{ 1 // 0 }}{% endif %}", "the name of call 1"),
+    ],
+)  # fmt: skip
+def test_a_template_that_loses_a_part_of_earlier_tool_calls_is_told(written, lost, arguments):
+    template("{% for m in messages %}{{ m.content }}" + written + "{{ eos_token }}{% endfor %}")()
+    once = CALLED | {"tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    twice = once | {"tool_calls": once["tool_calls"] * 2}
+    write_jsonl("pairs.jsonl", *({"messages": [ASKED, calls, REPLIED, ANSWERED]} for calls in (once, twice)))
+    (problem,) = problems("data.messages_field=messages", config="sft.yaml")
+    assert problem.error.endswith(f"leaves out the tool calls of message 2 ({lost})")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -330,6 +330,7 @@ def test_a_learner_that_has_lost_a_server_is_not_named_in_its_place(folder, monk
     [
         ("SamplingError: the rewards of all 8 samples failed", False),
         ("SamplingError: the sample role failed: GenerationError: 3 attempts failed", True),
+        ("SamplingError: the sample role failed: KeyError: 'x'", True),
         ("SamplingError: the sample role at tcp://a:1 did not answer NextGroups in 9 s", True),
         ("SampleRoleLost: the sample role is gone", True),
     ],

@@ -1,6 +1,7 @@
 """The sample role as its process runs it."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import rollout.tokenization
-from launch.processes import stopping
+from launch.processes import run_folder, stopping
 from launch.processes.run_folder import RunFolder
 from launch.roles import sample as sample_role
 from launch.roles.sample import sample
@@ -108,6 +109,38 @@ def test_a_sample_role_that_is_told_to_end_leaves_no_folder_of_its_episodes(tmp_
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not os.path.exists(folders[0]) and folder.read_address("sample") is None
+
+
+def test_a_sample_role_that_waits_for_space_ends_at_sigterm(tmp_path, monkeypatch):
+    (tmp_path / "roles").mkdir()
+    tries = []
+
+    class Ended(Exception):
+        """Instead of the signal's own effect, which would end the tests."""
+
+    def end(number, frame):
+        raise Ended
+
+    def full_disk(path, content):
+        tries.append(path)
+        if len(tries) > 1:
+            pytest.fail("SIGTERM had no effect")
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def ready(config, policy, *, announce, **named) -> None:
+        announce("tcp://127.0.0.1:1")
+
+    monkeypatch.setattr(role, "run_sample_role", ready)
+    monkeypatch.setattr(rollout.tokenization, "import_transformers_without_torch", lambda: None)
+    monkeypatch.setattr(run_folder, "write_json", full_disk)
+    monkeypatch.setattr(run_folder, "SPACE_S", 0.0)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(Ended):
+            sample(RunFolder(tmp_path), CONFIG, print)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("ready", [True, False], ids=["sampling", "waiting-for-servers"])

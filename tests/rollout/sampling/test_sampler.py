@@ -1433,6 +1433,20 @@ def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tok
     assert len(remote.next_groups(1, newest=0, max_staleness=0)[0]) == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_ends_the_role_and_reaches_the_learner_as_a_failure_of_the_role(
+    tokenizer, served, monkeypatch
+):
+    """The supervisor then looks for the role's own error (``LOST_THE_ROLLOUT``)."""
+    sampler = make_sampler(tokenizer)
+    monkeypatch.setattr(sampler, "evaluate", Mock(side_effect=KeyError("x")))
+    with pytest.raises(SamplingError, match=r"^the sample role failed: KeyError: 'x'$"):
+        served(sampler).evaluate()
+    ((_, thread),) = served._roles
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_an_error_of_sampling_itself_is_the_learners_too(tokenizer, served):
     with pytest.raises(SamplingError, match=r"^the rewards of all") as own:
         next_groups(make_sampler(tokenizer, scorer=LengthScorer("")), 2)

@@ -606,6 +606,13 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
+def wait_for_problem(tracker: Tracker) -> None:
+    deadline = time.monotonic() + 300.0
+    while tracker._mlflow.problem is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, hanging_server, caplog):
     monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
@@ -620,6 +627,10 @@ def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypat
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 100
     said = [m for m in caplog.messages if "did not take everything within" in m]
     assert len(said) == 1 and "secret" not in said[0]
+    assert said[0].endswith(
+        "metrics.jsonl has every metric, and MLflow lacks 102 items and the status of this run"
+    )
+    assert f"  ! {said[0]}\n" in (tmp_path / "console.log").read_text()
 
 
 def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
@@ -628,6 +639,7 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
     tracker = Tracker(make_config(tracking={"uri": uri}), tmp_path)
     for step in range(1, 51):
         tracker.log(step, FULL)
+    wait_for_problem(tracker)
     tracker.close("FINISHED")
     assert not tracker._mlflow.is_alive()
     assert (
@@ -640,18 +652,62 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
         )
         == 1
     )
-    assert len([m for m in caplog.messages if f"{uri} lacks the last 52 items" in m]) == 1
+    (said,) = [m for m in caplog.messages if "MLflow lacks 52 items and the status of this run" in m]
+    assert uri in said and "again later" not in said
+    assert f"  ! {said}\n" in (tmp_path / "console.log").read_text()
 
 
 def test_a_damaged_store_is_told_once_on_the_console_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
     mlflow_thread.store_file(tmp_path).write_bytes(b"no database" * 1000)
     with Tracker(make_config(), tmp_path) as tracker:
-        for step in range(1, 51):
+        tracker.log(1, FULL)
+        wait_for_problem(tracker)
+        for step in range(2, 51):
             tracker.log(step, FULL)
-    said, logged = capsys.readouterr().out, (tmp_path / "console.log").read_text()
-    assert said == logged and said.count("MLflow at ") == said.count("  ! MLflow at sqlite:///") == 1
+        said = capsys.readouterr().out
+    assert said.count("MLflow at ") == said.count("  ! MLflow at sqlite:///") == 1
     assert "file is not a database" in said and "training continues, and MLflow is tried again later" in said
+    last = capsys.readouterr().out
+    assert last.count("  ! MLflow at sqlite:///") == 1 and "again later" not in last
+    assert "metrics.jsonl has every metric, and MLflow lacks 52 items" in last
+    assert said + last == (tmp_path / "console.log").read_text()
+
+
+def test_an_outage_that_has_passed_does_not_hide_the_end_of_tracking(tmp_path, monkeypatch):
+    attempts = [OSError("no answer"), None, RuntimeError("a plugin's defect")]
+    may_try = threading.Semaphore(0)
+
+    def send_all(thread: mlflow_thread.MlflowThread, rejected: type[Exception]) -> None:
+        assert may_try.acquire(timeout=300.0)
+        if error := attempts.pop(0):
+            raise error
+
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
+    monkeypatch.setattr(mlflow_thread.MlflowThread, "_send_all", send_all)
+    tracker = Tracker(make_config(), tmp_path)
+    may_try.release()
+    wait_for_problem(tracker)
+    tracker.log(1, FULL)
+    may_try.release(2)
+    tracker._mlflow.join(300.0)
+    tracker.log(2, FULL)
+    console = (tmp_path / "console.log").read_text()
+    assert "OSError: no answer; training continues, and MLflow is tried again later" in console
+    assert "  ! MLflow tracking ended (RuntimeError: a plugin's defect); training continues" in console
+    tracker.close("FINISHED")
+    assert (tmp_path / "console.log").read_text() == console
+
+
+def test_items_without_room_are_among_those_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow_thread, "QUEUE_SIZE", 3)
+    thread = mlflow_thread.MlflowThread(make_config(), tmp_path, [], {})
+    for step in range(5):
+        thread.put(mlflow_thread.Row(step, 0, {}))
+    assert thread._lacking.endswith("MLflow lacks 5 items and the status of this run")
+    thread._items.clear()
+    thread._num_dropped = 0
+    assert thread._lacking.endswith("MLflow lacks the status of this run")
 
 
 @pytest.mark.parametrize("password", ["secret", "se@secret", "s%40secret"])
@@ -677,7 +733,9 @@ def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, capl
     Tracker(make_config(), tmp_path).close("FINISHED")
     assert "RuntimeError: no answer from foo://…@host/?password=…\n" in caplog.text
     assert "secret" not in caplog.text
-    assert "  ! MLflow tracking ended; training continues" in (tmp_path / "console.log").read_text()
+    console = (tmp_path / "console.log").read_text()
+    assert "  ! MLflow tracking ended (RuntimeError: no answer from foo://…@host/?password=…); " in console
+    assert "secret" not in console
 
 
 def test_a_store_that_another_user_makes_first_is_left_to_that_user(tmp_path, monkeypatch):
