@@ -230,8 +230,7 @@ def served(model: Path, scratch: Path, given) -> Iterator["SGLangControl"]:
     from rollout.servers.control import SGLangControl
 
     rollout = {"dtype": given.dtype, "max_total_tokens": 4096, "tp": given.tp}
-    launch = {"collective_timeout_s": TIMEOUT_S}
-    config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout, launch=launch)
+    config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
     with serving(config, scratch / "logs") as (fleet, key):
         yield SGLangControl(config.rollout, config.launch, fleet.urls, key=key)
 
