@@ -110,8 +110,7 @@ def train(run: Run) -> None:
                 penalty_T=penalty_T,
                 total=learner.total,
             )
-            batch = batch.with_advantages(advantages)
-            batch = batch.with_loss_weights(
+            batch = batch.with_advantages(advantages).with_loss_weights(
                 correction, config.aggregation, config.correction.denominator, learner.total
             )
         with span("record batch"):

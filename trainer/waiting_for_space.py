@@ -8,7 +8,9 @@ from parallel.checkpoints.checkpoint import tells_of_no_space
 from parallel.rank_objects import from_first_rank
 
 WITHIN_S = 600.0
+"""How long a full disk is waited for, by rank 0's clock."""
 AGAIN_S = 30.0
+"""Pause between two attempts, each of which may fill a disk that others use too."""
 
 
 def save_when_there_is_space(
@@ -19,7 +21,7 @@ def save_when_there_is_space(
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
     """Call ``save(target)``, a collective of all ranks that raises OSError on all of them. If the disk is full, try again for
-    some minutes, in which somebody may free space: the work of a whole run could be lost.
+    ``WITHIN_S``, in which somebody may free space. Otherwise the work of a whole run could be lost.
 
     ``stop_requested`` is a collective too; a request ends the wait. Raises the last OSError.
     """

@@ -45,6 +45,7 @@ class Share:
     turn_rewards: TurnRewards | None = None
     """Of the whole step."""
     reward_parts: RewardParts | None = None
+    """Of the whole step."""
     masked: frozenset[int] = frozenset()
     """Of the whole step: numbers of the sequences whose tokens do not enter the loss, though their rewards count."""
 

@@ -420,10 +420,7 @@ FLAT_MEANS = {
     ("mismatch/kept_fraction", 0.0): "the correction rejects every token: nothing is learned",
     ("mismatch/response_abs_prob_over", 0.0): "the engines contradict each other in no response",
     ("response/truncated_fraction", 1.0): "no response ends by itself: max_new_tokens is too small",
-    (
-        "groups/no_signal_fraction",
-        1.0,
-    ): "siblings always have the same reward: there is nothing to learn from, unless by the parts of a reward",
+    ("groups/no_signal_fraction", 1.0): "siblings always have the same reward: only gdpo can learn from them",
     ("reward/mean", 0.0): "no response was ever right: there is nothing to learn from",
 }
 """The meaning of a metric that has this value at all steps."""
